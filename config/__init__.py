@@ -141,9 +141,10 @@ def unknown_name(name, kinds):
 
 
 def comments(cls):
-    """{field: the comment beside it}, read from the source of the class and of its parents."""
+    """{field: the comment beside it, and its further lines}, from the source of the class and its parents."""
     source = "\n".join(inspect.getsource(c) for c in reversed(cls.__mro__[:-1]))
-    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))
+    found = re.findall(r"^    (\w+): .*?  # (.*(?:\n    #   .*)*)", source, re.MULTILINE)
+    return {name: note.replace("\n    #  ", "") for name, note in found}
 
 
 def to_toml(cfg, skip=()):
