@@ -29,8 +29,8 @@ import torch.nn.functional as F
 @dataclass
 class GPTConfig:
     block_size: int = 128  # T at most: how many tokens the model can see
-    vocab_size: int = 1024  # V
-    n_layer: int = 4  # blocks
+    vocab_size: int = 1024  # V: how many different tokens
+    n_layer: int = 4  # how many blocks
     n_head: int = 4  # H: attention heads in a block
     n_embd: int = 128  # C: channels of the residual stream
     dropout: float = 0.0  # 0 where the text is read about once; 0.1 or more where it is read often

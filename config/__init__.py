@@ -36,9 +36,10 @@ def parse(cls, argv=None):
         action = "append" if get_origin(kinds[name]) is list else "store"
         parser.add_argument(f"--{name}", metavar=kind_name(kinds[name]), default=argparse.SUPPRESS,
                             help=note.replace("%", "%%"), action=action)
+    if argv is None:  # whatever the locale is, what was typed is UTF-8
+        argv = [os.fsencode(word).decode("utf-8", errors="replace") for word in sys.argv[1:]]
     # a bare switch means true, and never takes the next word
-    argv = [word + "=true" if word[:2] == "--" and is_switch(kinds.get(word[2:])) else word
-            for word in (sys.argv[1:] if argv is None else argv)]
+    argv = [word + "=true" if word[:2] == "--" and is_switch(kinds.get(word[2:])) else word for word in argv]
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         raise ValueError(unknown_name(unknown[0].lstrip("-").partition("=")[0], kinds))
@@ -64,6 +65,8 @@ def run(main, cls):
     A mistake of the user reaches this place as ValueError, OSError or ImportError, and becomes one line on
     standard error and exit code 2. In a notebook or a test, call `main` itself to see the traceback.
     """
+    for stream in sys.stdout, sys.stderr:
+        stream.reconfigure(encoding="utf-8", errors="replace")
     try:
         main(parse(cls))
     except BrokenPipeError:  # the reader has seen enough: python sample.py | head -1

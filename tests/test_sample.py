@@ -1,0 +1,342 @@
+"""sample.py: filters against their definitions and transformers', generation, streams, the command."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sample
+import train
+from model import GPT, GPTConfig, save
+from prepare import EOT, Tokenizer, load_data
+from sample import TextStream, generate, keep_min_p, keep_top_k, keep_top_p, next_token, penalize, prompt_ids
+
+ROOT = Path(__file__).parent.parent
+GPT2 = dict(pos_emb="learned", norm="layernorm", norm_embd=False, qk_norm=False, activation="gelu", bias=True,
+            tie_weights=True, logit_softcap=0.0)
+BYTE = Tokenizer(dict(kind="byte", special={EOT: 256}))
+
+
+def make(seed=0, V=29, **kw):
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**dict(block_size=12, vocab_size=V, n_layer=2, n_head=2, n_embd=16) | kw)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0.0, 0.5)
+    return model.eval()
+
+
+def random_logits(ties=False, seed=0):
+    logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(seed)) * 3
+    return (logits / 2).round() * 2 if ties else logits
+
+
+def kept(logits):
+    return logits.isfinite()
+
+
+# ------------------------------------------------------------------------------- filters
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("k", [1, 2, 7, 50, 99])
+def test_top_k_keeps_exactly_the_k_likeliest(k, ties):
+    logits = random_logits(ties)
+    out = keep_top_k(logits, k)
+    assert (kept(out).sum(1) == min(k, 50)).all() and torch.equal(out[kept(out)], logits[kept(out)])
+    lost = logits.masked_fill(kept(out), -math.inf).amax(1)
+    assert (lost <= out.masked_fill(~kept(out), math.inf).amin(1)).all(), "none outside is above one inside"
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("p", [0.0, 1e-9, 0.3, 0.9, 0.999, 1.0])
+def test_top_p_keeps_the_smallest_set_with_mass_p(p, ties):
+    logits = random_logits(ties).double()
+    out, probs = keep_top_p(logits, p), logits.softmax(1)
+    for row, stays in zip(probs, kept(out), strict=True):
+        chosen = row[stays].sort().values
+        assert len(chosen) >= 1 and (chosen.sum() >= p - 1e-12 or len(chosen) == 50)
+        assert len(chosen) == 1 or chosen[1:].sum() < p, "without its least likely token it has less than p"
+        assert (row[~stays] <= chosen[0] + 1e-15).all()
+
+
+@pytest.mark.parametrize("min_p", [0.01, 0.3, 1.0])
+def test_min_p_keeps_what_is_likely_enough(min_p):
+    probs = random_logits().double().softmax(1)
+    expected = probs >= min_p * probs.amax(1, keepdim=True) * (1 - 1e-12)
+    assert torch.equal(kept(keep_min_p(random_logits().double(), min_p)), expected)
+
+
+def test_the_penalty_counts_each_token_once():
+    logits = torch.tensor([[2.0, -2.0, 0.0, 4.0, -1.0]])
+    seen = torch.tensor([[True, True, True, False, False]])
+    assert penalize(logits, seen, 2.0).tolist() == [[1.0, -4.0, 0.0, 4.0, -1.0]]
+    assert torch.equal(penalize(logits, seen, 1.0), logits)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_filters_equal_transformers_processors(ties):
+    from transformers import (MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper,
+                              TopPLogitsWarper)
+    logits = random_logits(ties)
+    idx = torch.randint(50, (200, 9), generator=torch.Generator().manual_seed(1))
+    seen = torch.zeros(200, 50, dtype=torch.bool).scatter_(1, idx, True)
+    theirs = RepetitionPenaltyLogitsProcessor(1.3)(idx, logits.clone())
+    torch.testing.assert_close(penalize(logits, seen, 1.3), theirs, atol=1e-6, rtol=0)
+    assert torch.equal(keep_min_p(logits, 0.1), MinPLogitsWarper(0.1)(idx, logits))
+    if not ties:  # theirs keeps more than k where the k-th is tied, and cuts ties by another order
+        for k in 1, 5, 50:
+            assert torch.equal(keep_top_k(logits, k), TopKLogitsWarper(k)(idx, logits))
+        for p in 0.1, 0.5, 0.95:
+            assert torch.equal(keep_top_p(logits, p), TopPLogitsWarper(p)(idx, logits))
+
+
+# ------------------------------------------------------------------------------- choosing a token
+
+def draws(logits, n, **kw):
+    u = torch.from_numpy(np.random.default_rng(0).random(n))
+    return next_token(logits.expand(n, -1), u, **kw)
+
+
+def test_20_000_draws_follow_the_softmax():
+    logits = torch.tensor([2.0, 1.0, 0.0])
+    for T, expected in ((0.5, (0.8668, 0.1173, 0.0159)), (1.0, (0.6652, 0.2447, 0.0900)),
+                        (2.0, (0.5065, 0.3072, 0.1863))):
+        found = torch.bincount(draws(logits, 20000, temperature=T), minlength=3) / 20000
+        for f, p in zip(found.tolist(), expected, strict=True):
+            assert abs(f - p) < 4 * math.sqrt(p * (1 - p) / 20000) + 1e-4, "four standard errors"
+
+
+def test_filters_renormalise_one_after_another():
+    """The order of transformers: penalty, temperature, top-k, top-p, min-p. Of the two that k = 2 leaves
+    (0.731 and 0.269), p = 0.7 keeps one; of all three it would keep two."""
+    logits = torch.tensor([2.0, 1.0, 0.0])
+    assert draws(logits, 1000, top_k=2, top_p=0.7).unique().tolist() == [0]
+    assert draws(logits, 1000, top_p=0.7).unique().tolist() == [0, 1]
+    assert draws(logits, 1000, top_k=1, top_p=0.8).unique().tolist() == [0]
+
+
+@pytest.mark.parametrize("choice", [
+    dict(temperature=0), dict(temperature=1e-6), dict(temperature=1e-45), dict(top_k=1), dict(top_p=0.0),
+    dict(top_p=1e-9), dict(min_p=1.0)], ids=str)
+def test_what_leaves_only_the_likeliest_is_greedy(choice):
+    logits = random_logits()
+    u = torch.from_numpy(np.random.default_rng(0).random(200))
+    assert torch.equal(next_token(logits, u, **choice), logits.argmax(1))
+
+
+def test_a_ruled_out_token_is_never_drawn():
+    """Whatever u is: 0, the largest double below 1, or a boundary of the distribution function."""
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
+    for u, expected in (0.0, 1), (0.5, 3), (np.nextafter(0.5, 0), 1), (np.nextafter(1, 0), 3):
+        assert next_token(logits, torch.tensor([u])).item() == expected
+
+
+# ------------------------------------------------------------------------------- generation
+
+def run(model, idx, n, V=29, **kw):
+    return torch.stack(list(generate(model, idx, n, V, **kw)), dim=1)
+
+
+@pytest.mark.parametrize("parts", [{}, GPT2, dict(tie_weights=True), dict(pos_emb="learned")], ids=str)
+@pytest.mark.parametrize("length", [1, 5, 12, 30])
+def test_cache_on_and_off_give_the_same_tokens(parts, length):
+    """Before and far past the context; prompts shorter, as long and longer than it."""
+    model = make(**parts)
+    idx = torch.randint(29, (3, length), generator=torch.Generator().manual_seed(3))
+    for choice in dict(temperature=0), dict(top_k=9), dict(repetition_penalty=1.5, top_p=0.9):
+        on, off = (run(model, idx, 40, kv_cache=on, **choice) for on in (True, False))
+        assert torch.equal(on, off) and on.shape == (3, 40)
+
+
+def test_generation_is_the_loop_that_the_docstring_tells():
+    """Greedy, by hand: the whole window each time, its newer half when it has outgrown block_size."""
+    for size in 1, 2, 5, 12:
+        model, window, expected = make(block_size=size), [3], []
+        for _ in range(30):
+            token = model(torch.tensor([window]))[0, -1].argmax().item()
+            expected.append(token)
+            window.append(token)
+            if len(window) > size:
+                window = window[-max(size // 2, 1):]
+        assert run(model, torch.tensor([[3]]), 30, temperature=0)[0].tolist() == expected
+
+
+def test_seeds():
+    model, idx = make(), torch.ones(2, 3, dtype=torch.int64)
+    assert torch.equal(run(model, idx, 30, seed=5), run(model, idx, 30, seed=5))
+    assert not torch.equal(run(model, idx, 30, seed=5), run(model, idx, 30, seed=6))
+    greedy = [run(model, idx, 30, seed=s, temperature=0) for s in (1, 2)]
+    assert torch.equal(*greedy)
+
+
+def test_rows_draw_for_themselves():
+    """Sixteen samples of one prompt differ from the first token on, and do not depend on each other."""
+    model = make()
+    many = run(model, torch.ones(16, 3, dtype=torch.int64), 20, temperature=2.0)
+    assert len(many[:, 0].unique()) > 1
+    assert torch.equal(run(model, torch.ones(3, 3, dtype=torch.int64), 20, temperature=2.0), many[:3])
+
+
+def test_ids_that_only_pad_the_matrix_are_never_chosen():
+    model = make(V=64)
+    for choice in dict(temperature=2.0), dict(temperature=0), dict(repetition_penalty=2.0):
+        assert run(model, torch.ones(20, 1, dtype=torch.int64), 100, V=40, **choice).max() < 40
+
+
+def test_the_penalty_counts_the_prompt_and_what_was_written():
+    model = make(V=8)
+    text = run(model, torch.tensor([[1, 2, 3]]), 5, V=8, temperature=0, repetition_penalty=1e9)[0].tolist()
+    positive_ruled_out = len(set(text + [1, 2, 3]))
+    assert positive_ruled_out == 8, "a penalty this high writes every token before it repeats one"
+
+
+# ------------------------------------------------------------------------------- streams
+
+def feed(stream, ids):
+    return [stream.feed(i) for i in ids]
+
+
+def test_a_stream_never_breaks_a_character():
+    for text in "😀", "今天天气很好", "a😀b", "é":
+        stream = TextStream(BYTE)
+        parts = feed(stream, text.encode())
+        assert "".join(parts) + stream.finish() == text and "\ufffd" not in "".join(parts)
+    stream = TextStream(BYTE)
+    assert feed(stream, "😀".encode()[:2]) == ["", ""] and stream.finish() == "\ufffd"
+    assert feed(TextStream(BYTE), b"\xff a") == ["\ufffd", " ", "a"]
+
+
+def test_a_stream_ends_at_end_of_text():
+    stream = TextStream(BYTE)
+    assert "".join(feed(stream, [65, 66, 256, 67, 68])) == "AB" and stream.done and stream.finish() == ""
+
+
+@given(st.text("ab", max_size=12), st.text("ab", min_size=1, max_size=4))
+def test_a_stream_ends_before_the_stop_text(text, stop):
+    """Whatever the stop text, what is printed is the text before it, and nothing of it slips out early."""
+    stream = TextStream(BYTE, stop)
+    shown = "".join(feed(stream, text.encode())) + stream.finish()
+    assert shown == text.partition(stop)[0] and stream.done
+
+
+# ------------------------------------------------------------------------------- the command
+
+@pytest.fixture(scope="module")
+def trained(bpe_data, tmp_path_factory):
+    """A folder in which a small model was trained: out/best.pt."""
+    folder = tmp_path_factory.mktemp("trained")
+    train.main(train.TrainConfig(
+        n_layer=2, n_head=2, n_embd=32, block_size=32, data_dir=str(bpe_data), out_dir=str(folder / "out"),
+        max_iters=150, warmup_iters=10, eval_interval=150, eval_iters=5, learning_rate=1e-2))
+    return folder
+
+
+def command(folder, *words, **kw):
+    return subprocess.run([sys.executable, str(ROOT / "sample.py"), *words], cwd=folder, capture_output=True,
+                          text=True, encoding="utf-8", **kw)
+
+
+def test_the_command_writes_text_to_stdout_and_facts_to_stderr(trained):
+    end = command(trained, "--start=ANNA:", "--max_new_tokens=80", "--seed=3")
+    assert end.returncode == 0 and end.stdout.startswith("ANNA:\n") and end.stdout.count("\n") > 3
+    for fact in "out/best.pt", "step 150", "val loss", "nats per token", "tokenizer bpe with 300 tokens":
+        assert fact in end.stderr
+    again = [command(trained, "--start=ANNA:", "--max_new_tokens=80", *words).stdout for words in
+             (["--seed=3"], ["--seed=3", "--kv_cache=false"], ["--seed=3", "--stream=false"], ["--seed=4"])]
+    assert again[:3] == [end.stdout] * 3 and again[3] != end.stdout
+
+
+def test_prompts(trained, tmp_path):
+    (tmp_path / "prompt.txt").write_text("BRUNO:\nThe", encoding="utf-8")
+    (tmp_path / "none.txt").write_text("", encoding="utf-8")
+    end = command(trained, f"--start=FILE:{tmp_path}/prompt.txt", "--max_new_tokens=5")
+    assert end.stdout.startswith("BRUNO:\nThe")
+    empty = command(trained, "--start=", "--max_new_tokens=30")
+    assert empty.returncode == 0 and len(empty.stdout) > 20
+    assert command(trained, f"--start=FILE:{tmp_path}/none.txt", "--max_new_tokens=30").stdout == empty.stdout
+    long = "ANNA:\nThe river. " * 40
+    end = command(trained, f"--start={long}", "--max_new_tokens=100")
+    assert end.returncode == 0 and end.stdout.startswith(long) and len(end.stdout) > len(long) + 100
+    assert command(trained, "--start=123", "--max_new_tokens=0").stdout == "123\n"
+
+
+def test_an_empty_prompt_starts_as_a_document_does(char_data):
+    assert prompt_ids("", BYTE) == ([256], "")
+    assert prompt_ids("", load_data(char_data)[1]) == ([0], "") and load_data(char_data)[1].tokens[0] == b"\n"
+    assert prompt_ids("", Tokenizer(dict(kind="char", chars="abc", special={})))[0] == [0]
+
+
+def test_several_samples_and_a_stop_text(trained):
+    end = command(trained, "--start=ANNA:", "--max_new_tokens=120", "--num_samples=3", "--stop=:\n")
+    texts = end.stdout.split("-" * 15 + "\n")[:-1]
+    assert len(texts) == 3 and len(set(texts)) == 3
+    assert all(text.startswith("ANNA:") and ":\n" not in text[5:-1] for text in texts)
+    assert "tokens" in end.stderr, "a progress bar"
+    single = command(trained, "--start=ANNA:", "--max_new_tokens=120", "--stop=:\n")
+    assert single.stdout == texts[0], "sample b is the same with more samples beside it"
+
+
+def test_a_closed_pipe_ends_quietly(trained):
+    words = [sys.executable, str(ROOT / "sample.py"), "--start=a", "--max_new_tokens=3000"]
+    process = subprocess.Popen(words, cwd=trained, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.read(10)
+    process.stdout.close()
+    assert b"Traceback" not in process.stderr.read() and process.wait() == 0
+
+
+def test_ctrl_c_keeps_what_there_is(trained):
+    words = [sys.executable, str(ROOT / "sample.py"), "--start=abc", "--max_new_tokens=999999"]
+    process = subprocess.Popen(words, cwd=trained, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.read(10)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0 and len(out) > 10 and b"stopped" in err and b"Traceback" not in err
+
+
+def test_any_locale_will_do(trained):
+    env = os.environ | dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="ascii")
+    end = command(trained, "--start=😀中", "--max_new_tokens=1", env=env)
+    assert end.returncode == 0 and end.stdout.startswith("😀中")
+
+
+@pytest.mark.parametrize("words, names", [
+    (["--temperature=-1"], ["temperature = -1.0"]), (["--top_k=-1"], ["top_k = -1"]),
+    (["--top_p=1.5"], ["top_p = 1.5"]), (["--min_p=2"], ["min_p = 2.0"]),
+    (["--num_samples=0"], ["num_samples = 0"]), (["--repetition_penalty=0"], ["repetition_penalty = 0.0"]), (["--ckpt=no.pt"], ["no.pt", "out/best.pt"]),
+    (["--ckpt=foreign.pt"], ["foreign.pt is damaged"]), (["--ckpt=bare.pt"], ["bare.pt", "no tokenizer"]),
+    (["--ckpt=char.pt", "--start=abé"], ["'é'"]), (["--start=FILE:nowhere.txt"], ["nowhere.txt"]),
+    (["--ckpt=masked.pt"], ["masked.pt is a masked model"]),
+    (["--top_k=none"], ["top_k", "0 switches it off"]),
+])
+def test_a_mistake_is_one_line(trained, words, names):
+    (trained / "foreign.pt").write_bytes(b"hello")
+    small = dict(n_layer=1, n_head=1, n_embd=8)
+    char = dict(kind="char", chars="abc", special={})
+    save(trained / "bare.pt", GPT(GPTConfig(**small)))
+    save(trained / "char.pt", GPT(GPTConfig(vocab_size=3, **small)), tokenizer=char)
+    save(trained / "masked.pt", GPT(GPTConfig(vocab_size=3, causal=False, **small)), tokenizer=char)
+    end = command(trained, *words)
+    assert end.returncode == 2 and "Traceback" not in end.stderr and end.stdout == ""
+    message = end.stderr.splitlines()[-1]
+    assert message.startswith("error: ") and all(name in message for name in names), message
+
+
+def test_devices_and_dtypes(monkeypatch):
+    assert sample.pick_device("cpu").type == "cpu"
+    assert sample.pick_dtype("auto", torch.device("cpu")) == torch.float32
+    assert sample.pick_dtype("auto", torch.device("mps"), otherwise="float16") == torch.float32
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **kw: True)
+    assert sample.pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **kw: False)
+    assert sample.pick_dtype("auto", torch.device("cuda"), otherwise="float16") == torch.float16
+    assert sample.pick_dtype("auto", torch.device("cuda")) == torch.float32

@@ -1,0 +1,521 @@
+"""train.py: batches, schedules, steps, and runs that are exact to the last bit."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import train
+from config import parse
+from model import GPT, GPTConfig, load
+from prepare import PrepareConfig, load_data
+from prepare import main as prepare_main
+from sample import IGNORE, metrics, score
+from train import Objective, TrainConfig, get_batch, get_lr, make_optimizer, plot_log, read_log
+
+ROOT = Path(__file__).parent.parent
+TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=20, eval_interval=10,
+            eval_iters=2, log_interval=1, warmup_iters=3, learning_rate=1e-2)
+
+
+def config(data, out, **kw):
+    return TrainConfig(**TINY | dict(data_dir=str(data), out_dir=str(out)) | kw)
+
+
+def losses(out):
+    return dict(zip(*read_log(out, "step", "loss"), strict=True))
+
+
+def weights(path):
+    return load(path)[1]["model"]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def script(*words, cwd=ROOT, **kw):
+    return subprocess.run([sys.executable, str(ROOT / "train.py"), *words], cwd=cwd, capture_output=True,
+                          text=True, encoding="utf-8", **kw)
+
+
+def flags(**kw):
+    return [f"--{name}={value}" for name, value in kw.items()]
+
+
+# ------------------------------------------------------------------------------- batches
+
+def ids_file(tmp_path, n):
+    np.arange(n, dtype=np.uint16).tofile(tmp_path / "ids.bin")
+    return tmp_path / "ids.bin"
+
+
+def test_targets_are_the_inputs_one_later(tmp_path):
+    x, y = get_batch(ids_file(tmp_path, 100), "uint16", 0, TrainConfig(block_size=8, batch_size=50))
+    assert x.shape == y.shape == (50, 8) and x.dtype == torch.int64
+    assert torch.equal(y[:, :-1], x[:, 1:]) and torch.equal(y, x + 1)
+
+
+def test_every_window_can_be_drawn_and_none_is_too_long(tmp_path):
+    path, cfg = ids_file(tmp_path, 20), TrainConfig(block_size=8, batch_size=500)
+    x, y = get_batch(path, "uint16", 0, cfg)
+    assert sorted(set(x[:, 0].tolist())) == list(range(12)) and y.max() == 19
+    x, y = get_batch(ids_file(tmp_path, 9), "uint16", 0, cfg)
+    assert (x[:, 0] == 0).all() and (y[:, -1] == 8).all(), "block_size + 1 tokens are one window"
+
+
+def test_a_batch_depends_on_seed_and_number_alone(tmp_path):
+    path = ids_file(tmp_path, 60000)
+
+    def batch(seed, i):
+        return get_batch(path, "uint16", i, TrainConfig(seed=seed, block_size=8, batch_size=4))[0]
+    assert torch.equal(batch(1, 2), batch(1, 2))
+    first = [batch(1, i) for i in range(20)]
+    for j in range(20):
+        assert not any(torch.equal(batch(2, j), x) for x in first), "the next seed has other batches"
+    starts = torch.cat([batch(0, i)[:, 0] for i in range(500)]).double()
+    assert abs(starts.mean() / 59992 - 0.5) < 0.03, "uniform: 2,000 draws have a standard error of 0.006"
+
+
+def test_memory_stays_flat_over_many_batches(tmp_path):
+    resource = pytest.importorskip("resource")
+    path, cfg = tmp_path / "ids.bin", TrainConfig(block_size=64, batch_size=12)
+    with open(path, "wb") as f:
+        f.truncate(2 * 10**9)  # a sparse file of a billion tokens
+    for i in range(100):
+        get_batch(path, "uint16", i, cfg)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for i in range(100, 5000):
+        get_batch(path, "uint16", i, cfg)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "kilobytes"
+
+
+# ------------------------------------------------------------------------------- objective
+
+def test_the_loss_is_the_sum_of_minus_log_probabilities():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=11, block_size=6, n_layer=1, zero_init=False))
+    x, y = torch.randint(11, (2, 3, 6))
+    y[0, 2] = IGNORE
+    nats, count = Objective(model)(x, y)
+    by_hand, logits = 0.0, model(x)
+    for b in range(3):
+        for t in range(6):
+            if y[b, t] != IGNORE:
+                by_hand -= math.log((logits[b, t].exp()[y[b, t]] / logits[b, t].exp().sum()).item())
+    assert nats.item() == pytest.approx(by_hand, rel=1e-5) and count == 17
+
+
+def test_zero_logits_cost_ln_v():
+    for V, expected in (10000, 9.210340), (65, 4.174387), (50257, 10.824905):
+        loss = F.cross_entropy(torch.zeros(2, V), torch.tensor([0, V - 1]))
+        assert loss.item() == pytest.approx(expected, abs=1e-6) == pytest.approx(math.log(V), abs=1e-6)
+
+
+def test_metrics():
+    found = metrics(1.4697 * 1000, 1000, 1000)
+    assert found["ppl"] == pytest.approx(4.348, abs=1e-3) and found["bpb"] == pytest.approx(2.1203, abs=1e-4)
+    assert metrics(3.12, 1, 4)["ppl"] == pytest.approx(22.65, abs=0.01)
+    assert metrics(1000.0, 1, 1)["ppl"] == math.inf, "no overflow ends a run"
+    assert metrics(1 + 3, 2, 1)["ppl"] == pytest.approx(math.exp(2)), "not the mean of two perplexities"
+
+
+# ------------------------------------------------------------------------------- schedules
+
+def test_learning_rates():
+    cfg = TrainConfig(learning_rate=1e-3, warmup_iters=10, max_iters=110, min_lr_frac=0.1)
+    assert get_lr(0, cfg) == pytest.approx(9.0909e-5, rel=1e-4) and get_lr(10, cfg) == pytest.approx(1e-3)
+    assert get_lr(60, cfg) == pytest.approx(1e-3 * (0.1 + 0.9 * 0.5)), "the middle of the cosine"
+    assert get_lr(110, cfg) == get_lr(10**6, cfg) == pytest.approx(1e-4)
+    cfg.schedule = "linear"
+    assert get_lr(35, cfg) == pytest.approx(1e-3 * (0.1 + 0.9 * 0.75))
+    assert get_lr(110, cfg) == pytest.approx(1e-4)
+    cfg.schedule, cfg.decay_frac = "wsd", 0.2
+    assert get_lr(88, cfg) == pytest.approx(1e-3)
+    assert get_lr(99, cfg) == pytest.approx(1e-3 * (0.1 + 0.9 * 0.5))
+    cfg.schedule = "constant"
+    assert get_lr(10, cfg) == get_lr(10**6, cfg) == pytest.approx(1e-3)
+
+
+@given(st.sampled_from(["cosine", "linear", "wsd", "constant"]), st.integers(0, 50), st.integers(1, 50),
+       st.floats(0, 1), st.floats(0, 1))
+def test_schedules_stay_within_their_bounds(schedule, warmup, max_iters, floor, decay):
+    cfg = TrainConfig(schedule=schedule, warmup_iters=warmup, max_iters=max_iters, min_lr_frac=floor,
+                      decay_frac=decay, learning_rate=1.0)
+    rates = [get_lr(step, cfg) for step in range(3 * max_iters + warmup)]
+    assert rates[0] > 0 or warmup == 0 and floor == 0
+    assert all(math.isfinite(rate) and 0 <= rate <= 1 + 1e-12 for rate in rates)
+    assert all(rate >= floor - 1e-12 for rate in rates[warmup:])
+    falling = rates[warmup:]
+    assert all(b <= a + 1e-12 for a, b in zip(falling, falling[1:], strict=False)), "it never rises again"
+
+
+# ------------------------------------------------------------------------------- optimizer and step
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_matrices_decay_and_vectors_do_not(tie):
+    model = GPT(GPTConfig(n_layer=2, norm="layernorm", bias=True, tie_weights=tie))
+    decayed, spared = make_optimizer(model, TrainConfig(weight_decay=0.1)).param_groups
+    assert decayed["weight_decay"] == 0.1 and spared["weight_decay"] == 0.0
+    assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in spared["params"]} == {1}
+    assert sum(p.numel() for group in (decayed, spared) for p in group["params"]) == model.num_params()
+
+
+def make_run(data, out, **kw):
+    cfg = config(data, out, **kw)
+    meta, tokenizer = load_data(data)
+    return train.make_run(cfg, meta, tokenizer), cfg
+
+
+def one_step(run, cfg, grad_clip=0.0, batches=None):
+    batches = batches or [run.train_batch(i, cfg) for i in range(cfg.gradient_accumulation_steps)]
+    return train.train_step(run, batches, range(len(batches)), 1e-2, grad_clip, train.tqdm(disable=True))
+
+
+def test_four_accumulated_batches_are_one_of_four_times_the_size(char_data, tmp_path):
+    """Also where the micro-batches have unlike numbers of targets: sums and counts, no mean of means."""
+    found = []
+    for A in 4, 1:
+        run, cfg = make_run(char_data, tmp_path, zero_init=False)
+        parts = [(x, y.clone()) for x, y in (run.train_batch(i, cfg) for i in range(4))]
+        for n, (_, y) in enumerate(parts):
+            y[:n] = IGNORE
+        whole = [tuple(torch.cat(part) for part in zip(*parts, strict=True))]
+        loss, norm = one_step(run, cfg, batches=parts if A == 4 else whole)
+        found.append((loss.item(), norm.item()))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_gradients_do_not_pile_up(char_data, tmp_path):
+    run, cfg = make_run(char_data, tmp_path, learning_rate=0.0)
+    batches = [run.train_batch(0, cfg)]
+    norms = [train.train_step(run, batches, [0], 0.0, 0.0, None)[1].item() for _ in range(5)]
+    assert norms == [norms[0]] * 5
+
+
+def test_clipping_bounds_the_gradient_that_the_optimizer_sees(char_data, tmp_path, monkeypatch):
+    run, cfg = make_run(char_data, tmp_path, zero_init=False, dtype="float16")
+    seen, step = [], run.scaler.step
+    monkeypatch.setattr(run.scaler, "step", lambda optimizer: seen.append(
+        math.sqrt(sum(p.grad.square().sum().item() for p in run.model.parameters()))) or step(optimizer))
+    _, norm = one_step(run, cfg, grad_clip=0.01)
+    assert norm > 0.01 and seen[0] == pytest.approx(0.01, rel=1e-3), "unscaled first, then clipped"
+
+
+def test_float16_skips_an_update_that_overflows_and_goes_on(char_data, tmp_path, capsys):
+    run, cfg = make_run(char_data, tmp_path, zero_init=False, dtype="float16")
+    one_step(run, cfg)
+    before, scale = [p.clone() for p in run.model.parameters()], run.scaler.get_scale()
+    hook = run.model.lm_head.weight.register_hook(lambda grad: grad * math.inf)
+    one_step(run, cfg)
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+    assert run.scaler.get_scale() == scale / 2 and "overflowed" in capsys.readouterr().out
+    hook.remove()
+    one_step(run, cfg)
+    assert not all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+# ------------------------------------------------------------------------------- the evaluation protocol
+
+def test_every_token_but_the_first_is_scored_once():
+    """Against a loop over the windows, token by token; block 7, 40 ids: five windows and a rest of four."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=11, block_size=7, n_layer=1, zero_init=False)).eval()
+    ids = np.random.default_rng(0).integers(11, size=40)
+    tokenizer = type("T", (), dict(num_bytes=np.arange(11)))()
+    for stride, batch in (0, 2), (7, 100), (3, 2), (1, 5):
+        nats, step = 0.0, stride or 7
+        for target in range(1, 40):
+            start = 0 if target <= 7 else (target - 7 + step - 1) // step * step
+            logits = model(torch.tensor(ids[None, start:target]))[0, -1]
+            nats -= torch.log_softmax(logits, -1)[ids[target]].item()
+        found = score(model, ids, tokenizer, batch_size=batch, stride=stride)
+        assert found[0] == pytest.approx(nats, abs=1e-4) and found[1:] == (39, ids[1:].sum()), stride
+    few = score(model, ids, tokenizer, max_windows=2)
+    assert few[1] == 14 and few == score(model, ids, tokenizer, max_windows=2), "always the same windows"
+    assert score(model, ids[:2], tokenizer)[1] == 1 and score(model, ids[:8], tokenizer)[1] == 7
+
+
+# ------------------------------------------------------------------------------- whole runs
+
+@pytest.fixture(scope="module")
+def run_20(char_data, tmp_path_factory):
+    """An uninterrupted run of 20 steps, with dropout."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    train.main(config(char_data, out, dropout=0.1, gradient_accumulation_steps=2))
+    return out
+
+
+def test_what_a_run_leaves(run_20, capsys):
+    names = {path.name for path in run_20.iterdir()}
+    assert names == {"last.pt", "best.pt", "log.jsonl", "loss.png", "config.toml"}
+    lines = [json.loads(line) for line in (run_20 / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    for names in ({"step", "loss", "lr", "grad_norm", "tokens_per_s", "seconds"},
+                  {"step", "val_loss", "val_ppl", "val_bpb"}):
+        assert any(names == set(line) for line in lines)
+    assert list(losses(run_20)) == list(range(1, 21)), "max_iters = 20 makes 20 updates"
+    V = load(run_20 / "last.pt")[0].config.vocab_size
+    assert losses(run_20)[1] == pytest.approx(math.log(V), abs=1e-5)
+    assert losses(run_20)[20] < losses(run_20)[1] - 0.3
+    assert (run_20 / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    settings = tomllib.loads((run_20 / "config.toml").read_text(encoding="utf-8"))
+    assert settings["n_embd"] == 16 and "resume" not in settings
+    _, last = load(run_20 / "last.pt")
+    assert last["step"] == 20 and set(last["optimizer"]) == set(last["model"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_kill_and_resume_is_the_uninterrupted_run(char_data, tmp_path, dtype):
+    """20 steps = 10 steps, kill -9, resume, 10 steps: losses and weights to the last bit."""
+    words = flags(**TINY, data_dir=char_data, dtype=dtype, dropout=0.1, gradient_accumulation_steps=2)
+    assert script(*words, f"--out_dir={tmp_path}/whole").returncode == 0
+    # the killed one sleeps in the log line of step 13, some steps behind its last checkpoint
+    code = ("import sys, time, train, config\nwrite = train.write_log\n"
+            "def slow(out, **record):\n    write(out, **record)\n"
+            "    time.sleep(100 * (record['step'] == 13))\n"
+            "train.write_log = slow\ntrain.main(config.parse(train.TrainConfig))")
+    out = tmp_path / "killed"
+    process = subprocess.Popen([sys.executable, "-c", code, *words, f"--out_dir={out}"], cwd=ROOT,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (out / "log.jsonl").exists() or 13 not in losses(out):
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert load(out / "last.pt")[1]["step"] == 10
+    end = script(str(out / "config.toml"), "--resume")
+    assert end.returncode == 0, end.stderr
+    assert losses(out) == losses(tmp_path / "whole")
+    assert same(weights(out / "last.pt"), weights(tmp_path / "whole/last.pt"))
+    ours, theirs = load(out / "last.pt")[1], load(tmp_path / "whole/last.pt")[1]
+    assert ours["scaler"] == theirs["scaler"] and bool(ours["scaler"]) == (dtype == "float16")
+    assert all(same(ours["optimizer"][name], theirs["optimizer"][name]) for name in ours["model"])
+
+
+def test_evaluation_leaves_training_alone(char_data, run_20, tmp_path):
+    train.main(config(char_data, tmp_path, dropout=0.1, gradient_accumulation_steps=2, eval_interval=3,
+                      eval_iters=5, eval_sample=5, checkpoint_interval=4, log_interval=1))
+    assert losses(tmp_path) == losses(run_20)
+    assert same(weights(tmp_path / "last.pt"), weights(run_20 / "last.pt"))
+
+
+def test_best_and_last_are_kept_apart(char_data, tmp_path, monkeypatch):
+    found = iter([3.0, 1.0, 2.0, 9.0, 9.0])
+    monkeypatch.setattr(train, "evaluate", lambda *_, **kw: dict(loss=next(found), ppl=1.0, bpb=1.0))
+    train.main(config(char_data, tmp_path, max_iters=6, eval_interval=2))
+    assert load(tmp_path / "best.pt")[1]["step"] == 4 and load(tmp_path / "last.pt")[1]["step"] == 6
+
+
+def test_a_failing_evaluation_loses_nothing(char_data, tmp_path, monkeypatch):
+    def fail(*args, **kw):
+        raise RuntimeError("disk on fire")
+    monkeypatch.setattr(train, "evaluate", fail)
+    with pytest.raises(RuntimeError):
+        train.main(config(char_data, tmp_path, max_iters=5))
+    assert load(tmp_path / "last.pt")[1]["step"] == 5
+
+
+def test_a_finished_run_says_so_and_other_runs_are_not_overwritten(char_data, run_20, capsys):
+    kw = dict(dropout=0.1, gradient_accumulation_steps=2)
+    before = {path: path.stat().st_mtime_ns for path in run_20.iterdir()}
+    train.main(config(char_data, run_20, **kw))
+    assert "finished at step 20: nothing to do" in capsys.readouterr().out
+    for changes, names in [(dict(n_layer=3), ["n_layer = 3", "was 2", "--overwrite", "--resume"]),
+                           (dict(max_iters=30), ["stopped at step 20", "--resume", "--overwrite"]),
+                           (dict(resume=True, learning_rate=1.0), ["learning_rate = 1.0", "--init_from"]),
+                           (dict(resume=True, n_embd=32), ["n_embd = 32"])]:
+        with pytest.raises(ValueError) as error:
+            train.main(config(char_data, run_20, **kw | changes))
+        assert all(name in str(error.value) for name in names), str(error.value)
+    assert {path: path.stat().st_mtime_ns for path in run_20.iterdir()} == before
+
+
+def test_a_resumed_run_may_be_made_longer(char_data, tmp_path, capsys):
+    train.main(config(char_data, tmp_path))
+    train.main(config(char_data, tmp_path, max_iters=25, resume=True))
+    assert "max_iters = 25, which was 20" in capsys.readouterr().out
+    assert load(tmp_path / "last.pt")[1]["step"] == 25 and list(losses(tmp_path)) == list(range(1, 26))
+    train.main(config(char_data, tmp_path, max_iters=3, overwrite=True))
+    assert load(tmp_path / "last.pt")[1]["step"] == 3 and list(losses(tmp_path)) == [1, 2, 3]
+
+
+def test_changed_data_is_noticed_on_resume(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    for cut in 0, 1:
+        (tmp_path / "a.txt").write_text(text[cut:], encoding="utf-8")
+        prepare_main(PrepareConfig([str(tmp_path / "a.txt")], str(tmp_path / "data"), "char"))
+        cfg = config(tmp_path / "data", tmp_path / "out", resume=bool(cut), max_iters=5 + cut)
+        if not cut:
+            train.main(cfg)
+    with pytest.raises(ValueError, match="the data, which was prepared anew"):
+        train.main(cfg)
+
+
+def test_weights_only_cannot_be_resumed(char_data, tmp_path):
+    train.main(config(char_data, tmp_path, max_iters=3))
+    os.replace(tmp_path / "best.pt", tmp_path / "last.pt")
+    with pytest.raises(ValueError, match="weights only.*--init_from"):
+        train.main(config(char_data, tmp_path, max_iters=6, resume=True))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_saves_and_says_how_to_go_on(char_data, tmp_path, number):
+    words = flags(**TINY | dict(max_iters=10**6, eval_interval=0), data_dir=char_data, out_dir=tmp_path)
+    process = subprocess.Popen([sys.executable, "train.py", *words], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, encoding="utf-8")
+    while not (tmp_path / "log.jsonl").exists():
+        time.sleep(0.05)
+        assert process.poll() is None
+    time.sleep(0.5)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    step = load(tmp_path / "last.pt")[1]["step"]
+    assert process.returncode == 128 + number and "Traceback" not in err
+    assert f"stopped at step {step}; go on with: python train.py {tmp_path}/config.toml --resume" in out
+    end = script(str(tmp_path / "config.toml"), "--resume", f"--max_iters={step + 2}")
+    assert end.returncode == 0 and load(tmp_path / "last.pt")[1]["step"] == step + 2
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_checkpoints(char_data, tmp_path, monkeypatch):
+    step = train.train_step
+
+    def poisoned(run, *args):
+        if run.step == 14:
+            run.model.lm_head.weight.data.fill_(math.nan)
+        return step(run, *args)
+    monkeypatch.setattr(train, "train_step", poisoned)
+    with pytest.raises(ValueError, match="not finite at step 15.*learning_rate.*last.pt is of step 10"):
+        train.main(config(char_data, tmp_path))
+    for name in "last.pt", "best.pt":
+        model, ckpt = load(tmp_path / name)
+        assert ckpt["step"] == 10 and all(p.isfinite().all() for p in model.parameters())
+
+
+def test_fine_tuning_starts_from_the_given_weights(char_data, run_20, tmp_path, capsys):
+    cfg = config(char_data, tmp_path, init_from=str(run_20 / "best.pt"), n_layer=7, block_size=8, max_iters=2,
+                 learning_rate=0.0)
+    train.main(cfg)
+    assert "n_layer = 2" in capsys.readouterr().out
+    model, ckpt = load(tmp_path / "last.pt")
+    assert model.config.block_size == 8 and same(ckpt["model"], weights(run_20 / "best.pt"))
+    assert losses(tmp_path)[1] < losses(run_20)[1] - 0.5
+    with pytest.raises(ValueError, match="block_size = 32 is more than the 16"):
+        train.main(config(char_data, tmp_path / "b", init_from=str(run_20 / "best.pt"), block_size=32))
+    assert not (tmp_path / "b").exists()
+
+
+def test_another_vocabulary_is_refused(bpe_data, char_data, run_20, tmp_path):
+    with pytest.raises(ValueError, match="another vocabulary .char, .*.bpe, 300"):
+        train.main(config(bpe_data, tmp_path / "out", init_from=str(run_20 / "best.pt")))
+    with pytest.raises(ValueError, match="vocab_size = 5 is less than"):
+        train.main(config(char_data, tmp_path / "out", vocab_size=5))
+    assert not (tmp_path / "out").exists()
+
+
+def test_eval_only_scores_the_whole_split(char_data, run_20, capsys):
+    train.main(config(char_data, run_20, eval_only=True))
+    meta, tokenizer = load_data(char_data)
+    ids = np.fromfile(train.data_path(char_data, meta, "val"), meta["dtype"])
+    found = score(load(run_20 / "best.pt")[0].eval(), ids, tokenizer)
+    assert found[1] == len(ids) - 1
+    assert f"loss {metrics(*found)['loss']:.4f} nats per token" in capsys.readouterr().out
+    final = read_log(run_20, "final_loss")[0][-1]
+    assert final == pytest.approx(metrics(*found)["loss"], rel=1e-6)
+
+
+def test_compile_falls_back_with_one_warning(char_data, tmp_path, monkeypatch, capsys):
+    def broken(module):
+        raise RuntimeError("no compiler\nat all")
+    monkeypatch.setattr(torch, "compile", broken)
+    train.main(config(char_data, tmp_path, compile="true", max_iters=2))
+    assert "torch.compile does not work here" in capsys.readouterr().err
+    assert "lm_head.weight" in weights(tmp_path / "last.pt")
+
+
+# ------------------------------------------------------------------------------- log and curves
+
+def test_the_later_line_of_a_step_counts(tmp_path):
+    lines = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 2.5}', '{"step": 2, "val_loss": 2.6}',
+             '{"step": 1, "loss": 9.0}', '{"step": 3, "lo']
+    (tmp_path / "log.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert read_log(tmp_path, "step", "loss") == [[1, 2], [9.0, 2.5]]
+    assert read_log(tmp_path, "step", "val_loss") == [[2], [2.6]]
+    assert read_log(tmp_path, "step", "nothing") == [[], []]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("lines", [[], [dict(step=1, loss=3.0)], [dict(step=1, val_loss=2.0)],
+                                   [dict(step=1, loss=1000.0), dict(step=2, loss=math.inf)]])
+def test_curves_of_any_log(tmp_path, lines):
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    figure = plot_log(tmp_path, 65, 3.3)
+    loss_axis, ppl_axis = figure.axes
+    assert "nats per token" in loss_axis.get_ylabel() and "perplexity" in ppl_axis.get_ylabel()
+    heights = [line.get_ydata()[0] for line in loss_axis.lines[2:]]
+    assert heights == pytest.approx([math.log(65), 3.3])
+    assert [line.get_ydata()[0] for line in ppl_axis.lines[2:]] == pytest.approx([65, math.exp(3.3)])
+    assert len(loss_axis.get_legend().get_texts()) == 4
+
+
+# ------------------------------------------------------------------------------- mistakes
+
+@pytest.mark.parametrize("words, names", [
+    (["--n_layr=4"], ["n_layr", "n_layer"]), (["--n_layer=four"], ["n_layer", "four"]),
+    (["--n_layer=true"], ["n_layer", "true"]), (["--n_head=5"], ["n_head = 5", "n_embd"]),
+    (["bad_key.toml"], ["n_layr", "bad_key.toml"]), (["broken.toml"], ["broken.toml", "TOML"]),
+    (["--data_dir=nowhere"], ["nowhere", "prepare.py"]),
+    (["--data_dir=small"], ["block_size = 64", "--block_size=3"]),
+    (["--data_dir=small", "--block_size=4"], ["val split", "4 tokens"]),
+    (["--gradient_accumulation_steps=0"], ["gradient_accumulation_steps = 0"]),
+    (["--dropout=1"], ["dropout = 1.0"]), (["--device=tpu"], ["device = 'tpu'"]),
+    (["--device=cuda:99"], ["device = 'cuda:99'"]), (["--resume"], ["last.pt", "--resume"]),
+    (["--init_from=no.pt"], ["no.pt does not exist"]),
+    (["--init_from=foreign.pt"], ["foreign.pt is damaged"]),
+    (["--eval_only"], ["best.pt does not exist"]), (["--causal=false"], ["causal"]),
+    (["--data_dir=small", "--block_size=3", "--out_dir=file"], ["file"]),
+])
+def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, char_data, words, names):
+    (tmp_path / "bad_key.toml").write_text("n_layr = 4", encoding="utf-8")
+    (tmp_path / "broken.toml").write_text("n_layer = = 4", encoding="utf-8")
+    (tmp_path / "foreign.pt").write_bytes(b"hello")
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "40.txt").write_text("x" * 40, encoding="utf-8")
+    prepare_main(PrepareConfig([str(tmp_path / "40.txt")], str(tmp_path / "small"), "byte"))
+    before = sorted(tmp_path.rglob("*"))
+    defaults = [] if any("data_dir" in word for word in words) else [f"--data_dir={char_data}"]
+    end = script("--block_size=64", *defaults, *words, cwd=tmp_path)
+    assert end.returncode == 2 and "Traceback" not in end.stderr, end.stderr
+    message = end.stderr.splitlines()[-1]
+    assert message.startswith("error: ") and all(name in message for name in names), message
+    assert len(end.stderr.splitlines()) == 1 and sorted(tmp_path.rglob("*")) == before
+
+
+def test_help_names_every_setting():
+    for name in "prepare", "train", "sample":
+        words = [sys.executable, f"{name}.py", "--help"]
+        end = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
+        module = __import__(name)
+        fields = getattr(module, f"{name.title()}Config").__dataclass_fields__
+        entries = dict(re.findall(r"^  --(\w+) (.*(?:\n {6,}.*)*)", end.stdout, re.MULTILINE))
+        assert end.returncode == 0 and entries.keys() == fields.keys()
+        for setting, entry in entries.items():
+            entry = " ".join(entry.split())
+            assert re.fullmatch(r"(int|float|str|[\w|]+) \S.{8,} \(default: .*\)", entry), (setting, entry)
+
+
+def test_presets_parse():
+    for path in (ROOT / "config").glob("*.toml"):
+        assert parse(TrainConfig, [str(path)]), path
