@@ -1,9 +1,9 @@
 """
 Text in, token ids out.
 
-    python prepare.py                                              Shakespeare's plays in 1024 subword tokens
-    python prepare.py --text=my.txt --tokenizer=char               your own text, a token a character
-    python prepare.py --text='books/**/*.txt' --text=more.jsonl    many texts
+    python prepare.py                                              # Shakespeare's plays, 1024 subword tokens
+    python prepare.py --text=my.txt --tokenizer=char               # your own text, a token a character
+    python prepare.py --text='books/**/*.txt' --text=more.jsonl    # many texts
     python prepare.py --text=big.jsonl.gz --tokenizer=gpt2 --data_dir=data/big
 
 writes to data_dir the ids for training and for validation (train-*.bin, val-*.bin: uint16 or uint32 and

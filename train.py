@@ -1,10 +1,10 @@
 """
 Train a GPT on what prepare.py wrote.
 
-    python train.py                                              the default: two minutes on two CPU cores
+    python train.py                                              # two minutes on two CPU cores
     python train.py config/gpt2.toml --n_layer=6 --out_dir=out-gpt2
-    python train.py out/config.toml --resume                     go on where a run stopped, exactly
-    python train.py --init_from=out/best.pt --out_dir=out-mine   fine-tune
+    python train.py out/config.toml --resume                     # go on where a run stopped, exactly
+    python train.py --init_from=out/best.pt --out_dir=out-mine   # fine-tune
 
 writes to out_dir: last.pt (to resume), best.pt (to sample from), log.jsonl, loss.png and config.toml.
 
@@ -50,11 +50,11 @@ class TrainConfig(GPTConfig):
     overwrite: bool = False  # delete the run in out_dir and start anew
     eval_only: bool = False  # score init_from, or out_dir/best.pt, on the whole validation split, and end
     # batches
-    batch_size: int = 12  # B: sequences in a micro-batch, one forward pass
+    batch_size: int = 8  # B: sequences in a micro-batch, one forward pass
     gradient_accumulation_steps: int = 1  # micro-batches in a step
-    max_iters: int = 1500  # steps: updates of the weights
+    max_iters: int = 1800  # steps: updates of the weights
     # optimizer
-    learning_rate: float = 4e-3  # the peak
+    learning_rate: float = 4e-3  # at its peak, after the warm-up
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"  # how it falls after the warm-up
     warmup_iters: int = 100  # steps of warm-up, in which it rises
     min_lr_frac: float = 0.1  # where it ends, as a fraction of the peak

@@ -312,7 +312,9 @@ def test_any_locale_will_do(trained):
 @pytest.mark.parametrize("words, names", [
     (["--temperature=-1"], ["temperature = -1.0"]), (["--top_k=-1"], ["top_k = -1"]),
     (["--top_p=1.5"], ["top_p = 1.5"]), (["--min_p=2"], ["min_p = 2.0"]),
-    (["--num_samples=0"], ["num_samples = 0"]), (["--repetition_penalty=0"], ["repetition_penalty = 0.0"]), (["--ckpt=no.pt"], ["no.pt", "out/best.pt"]),
+    (["--num_samples=0"], ["num_samples = 0"]),
+    (["--repetition_penalty=0"], ["repetition_penalty = 0.0"]),
+    (["--ckpt=no.pt"], ["no.pt", "out/best.pt"]),
     (["--ckpt=foreign.pt"], ["foreign.pt is damaged"]), (["--ckpt=bare.pt"], ["bare.pt", "no tokenizer"]),
     (["--ckpt=char.pt", "--start=abé"], ["'é'"]), (["--start=FILE:nowhere.txt"], ["nowhere.txt"]),
     (["--ckpt=masked.pt"], ["masked.pt is a masked model"]),

@@ -45,7 +45,7 @@ def test_functions_are_short_and_lines_readable(path):
         assert length <= 50, f"{path.name}: {function.name} has {length} lines"
     text = path.read_text(encoding="utf-8")
     assert ast.get_docstring(ast.parse(text)), f"{path.name} does not say what it is for"
-    assert not re.search(r"\bexec\(|\beval\(|\bglobal |def _[a-z]|TODO|FIXME", text, re.MULTILINE)
+    assert not re.search(r"(?<![.\w])(exec|eval)\(|\bglobal |def _[a-z]|TODO|FIXME", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

@@ -91,16 +91,20 @@ def test_a_batch_depends_on_seed_and_number_alone(tmp_path):
 
 
 def test_memory_stays_flat_over_many_batches(tmp_path):
-    resource = pytest.importorskip("resource")
+    if not (status := Path("/proc/self/status")).exists():
+        pytest.skip("reads the resident size from /proc")
     path, cfg = tmp_path / "ids.bin", TrainConfig(block_size=64, batch_size=12)
     with open(path, "wb") as f:
         f.truncate(2 * 10**9)  # a sparse file of a billion tokens
     for i in range(100):
         get_batch(path, "uint16", i, cfg)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def resident():  # kilobytes
+        return int(re.search(r"VmRSS:\s+(\d+)", status.read_text(encoding="utf-8"))[1])
+    before = resident()
     for i in range(100, 5000):
         get_batch(path, "uint16", i, cfg)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "kilobytes"
+    assert resident() - before < 50_000, "60,000 windows touch 240 MB of pages"
 
 
 # ------------------------------------------------------------------------------- objective
