@@ -4,6 +4,7 @@ Text in, token ids out.
     python prepare.py                                              # Shakespeare's plays, 1024 subword tokens
     python prepare.py --text=my.txt --tokenizer=char               # your own text, a token a character
     python prepare.py --text='books/**/*.txt' --text=more.jsonl    # many texts
+    python prepare.py --text=letters --tokenizer=char              # questions and answers, made here
     python prepare.py --text=big.jsonl.gz --tokenizer=gpt2 --data_dir=data/big
 
 writes to data_dir the ids for training and for validation (train-*.bin, val-*.bin: uint16 or uint32 and
@@ -23,13 +24,16 @@ import io
 import json
 import math
 import os
+import random
 import re
+import string
 import subprocess
 import sys
 import tempfile
 import urllib.request
 import zipfile
 import zlib
+from array import array
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -55,13 +59,16 @@ SAMPLE = 2**23  # characters that BPE learns from, at least; more are sampled
 
 @dataclass
 class PrepareConfig:
-    text: list[str] = field(default_factory=lambda: ["shakespeare"])  # shakespeare, tinyshakespeare, a file
-    #   (.jsonl and .jsonl.gz hold a document a line), a folder, a glob or a URL; may be repeated
+    text: list[str] = field(default_factory=lambda: ["shakespeare"])  # shakespeare, tinyshakespeare, letters,
+    #   a file, a folder, a glob or a URL; may be repeated; .jsonl and .jsonl.gz hold {"text": …} or
+    #   {"prompt": …, "response": …} a line
     data_dir: str = "data"  # the folder to write
     tokenizer: str = "bpe"  # bpe (learnt from the text), byte, char, gpt2 or another of tiktoken's, or the
     #   folder of a data set, to use its tokenizer again
     bpe_vocab_size: int = 1024  # tokens in a learnt bpe: 256 bytes, the merges and end-of-text
-    val_fraction: float = 0.1  # of the text, its end, is for validation; of .jsonl documents, evenly spread
+    val_fraction: float = 0.1  # of the text, its end, is for validation; of .jsonl lines, every tenth
+    bos: bool = False  # start every document with end-of-text, so that its first token is predicted too
+    reverse: bool = False  # the text from its end to its start: learn to predict what came before
 
     def __post_init__(self):
         if not 0 < self.val_fraction < 1:
@@ -76,7 +83,8 @@ class Tokenizer:
     """Text to ids and back, made from a plain dict that data sets and checkpoints carry with them.
 
     spec: kind ("bpe", "byte", "char" or tiktoken's name), special ({name: id}), and for char the chars, for
-    the others but byte the pattern that splits a text into words and the ranks, in tiktoken's file format.
+    the others but byte the pattern that splits a text into words and the ranks, in tiktoken's file format;
+    besides bos, reverse and pairs (true or not there): how the data was laid out.
     """
 
     def __init__(self, spec):
@@ -196,9 +204,13 @@ def ranks_text(ranks):
 
 def make_spec(cfg, sources):
     """The plain dict of the tokenizer that the settings ask for; see Tokenizer."""
-    kind, several = cfg.tokenizer, len(sources) > 1 or sources[0].is_stream
+    kind, several = cfg.tokenizer, len(sources) > 1 or sources[0].is_stream or cfg.bos
     if Path(kind).is_dir():
-        return load_data(kind)[1].spec
+        spec = load_data(kind)[1].spec
+        if several and EOT not in spec["special"]:
+            raise ValueError(f"tokenizer = {kind!r} is that of a single document and has no end-of-text for "
+                             "a place between several: join your texts in one file")
+        return {name: value for name, value in spec.items() if name not in ("bos", "reverse", "pairs")}
     if kind == "byte":
         return dict(kind=kind, special={EOT: 256} if several else {})
     if kind == "char":
@@ -266,8 +278,8 @@ def find_sources(texts):
     """The settings' `text` as a list of Source. Raises ValueError if there is nothing of that name."""
     sources = []
     for text in texts:
-        if text == "shakespeare":
-            sources += plays()
+        if text in ("shakespeare", "letters"):
+            sources += plays() if text == "shakespeare" else [letters()]
             continue
         if text == "tinyshakespeare":
             paths = [download(*TINY)]
@@ -280,9 +292,22 @@ def find_sources(texts):
         files = sorted(str(path) for path in paths if Path(path).is_file())
         if not files:
             raise ValueError(f"text = {text!r}: there is no such file, folder with files or glob; "
-                             "built in are shakespeare and tinyshakespeare")
+                             "built in are shakespeare, tinyshakespeare and letters")
         sources += [Source(name, os.path.getsize(name)) for name in files]
     return sources
+
+
+def letters(n=40_000):
+    """A drill whose answers can be checked: what to do with the letters of a word, as prompt and response."""
+    rng, lines = random.Random(0), {}
+    tasks = {"reverse": lambda word: word[::-1], "sort": lambda word: "".join(sorted(word)),
+             "capitals": str.upper, "last": lambda word: word[-1]}
+    while len(lines) < n:
+        word = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 7)))
+        task = rng.choice(list(tasks))
+        lines[f"{task} {word}"] = tasks[task](word)  # no prompt twice: those held out are new
+    data = "".join(json.dumps(dict(prompt=prompt, response=lines[prompt])) + "\n" for prompt in lines)
+    return Source("letters.jsonl", len(data), data.encode())
 
 
 def plays():
@@ -354,8 +379,15 @@ def file_sha256(path):
 
 # ------------------------------------------------------------------------------- reading
 
+def ask(prompt):
+    """A prompt as models of prompts and responses see it; the response follows, then end-of-text."""
+    return f"{prompt}\n"
+
+
 def read(sources, val_fraction, what):
-    """Read all sources once: yields (split, whether a document starts here, text), about PIECE at a time.
+    """Read all sources once: yields (split, what starts here, text), about PIECE at a time.
+
+    What starts is a "document", with a pair its prompt; a "response"; or "", where one goes on.
 
     The last val_fraction of the bytes of all files is the validation split; of .jsonl documents, whose
     number nobody knows beforehand, every (1 / val_fraction)-th. Shows a progress bar named `what`.
@@ -375,7 +407,7 @@ def read(sources, val_fraction, what):
             for split, starts, text in pieces:
                 if starts and text[0] == "\ufeff":
                     text, marks = text[1:], marks + 1
-                documents += starts
+                documents += starts == "document"
                 yield split, starts, text
     if not documents:
         raise ValueError(f"{sources[0].name} ({sources[0].size} bytes) holds no text")
@@ -391,14 +423,14 @@ def read_file(source, end, bar):
         while (byte := f.read(1)) and 0x80 <= byte[0] < 0xC0:  # the middle of a character
             end += 1
         f.seek(0)
-        starts, blank = True, ""
+        starts, blank = "document", ""
         for split, size in ("train", end), ("val", source.size - end):
             for text in text_pieces(f, size, source.name):
                 bar.update(len(text.encode()))
                 blank += text if starts else ""
                 if blank.strip() or not starts:  # a text of white space alone is none
                     yield split, starts, blank or text
-                    starts, blank = False, ""
+                    starts, blank = "", ""
 
 
 def read_stream(source, documents, every, bar):
@@ -410,16 +442,30 @@ def read_stream(source, documents, every, bar):
                 if not line.strip():
                     continue
                 try:
-                    data = json.loads(line)["text"].encode("utf-8", errors="replace")
-                except (ValueError, KeyError, TypeError, AttributeError):
-                    raise ValueError(f'{source.name}, line {number} is not {{"text": "…"}}') from None
-                if data.strip():
+                    parts = parse_line(line)
+                except (ValueError, LookupError, TypeError, AttributeError):
+                    raise ValueError(f'{source.name}, line {number} is neither {{"text": "…"}} nor '
+                                     '{"prompt": "…", "response": "…"}') from None
+                if parts["document"].strip():
                     split = "val" if documents % every == every - 1 else "train"
                     documents += 1
-                    for i, text in enumerate(text_pieces(io.BytesIO(data), len(data), source.name)):
-                        yield split, i == 0, text
+                    for starts, data in parts.items():
+                        for i, text in enumerate(text_pieces(io.BytesIO(data), len(data), source.name)):
+                            yield split, starts if i == 0 else "", text
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{source.name} is damaged: {error}") from None
+
+
+def parse_line(line):
+    """A line of .jsonl as {what it is: its bytes}. Raises an error of some kind for any other line."""
+    record = json.loads(line)
+    if "text" in record:
+        parts = dict(document=record["text"])
+    else:
+        parts = dict(document=ask(record["prompt"].strip()), response=record["response"])
+        if not record["prompt"].strip() or not record["response"].strip():
+            raise ValueError("nothing to learn from")
+    return {starts: text.encode("utf-8", errors="replace") for starts, text in parts.items()}
 
 
 def text_pieces(f, size, name):
@@ -459,6 +505,11 @@ class IdFile:
     def __init__(self, path, dtype):
         self.f, self.dtype = open(path, "wb"), dtype
         self.documents = self.bytes = self.tokens = 0
+        self.rows = array("q")  # of pairs: where the prompt starts, where the response starts, and so on
+
+    @property
+    def pairs(self):
+        return len(self.rows) == 2 * self.documents
 
     def write(self, ids):
         self.f.write(ids.astype(self.dtype).tobytes())
@@ -485,16 +536,40 @@ def write_ids(cfg, sources, tokenizer, paths):
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     for split, starts, text in read(sources, cfg.val_fraction, "tokens"):
         ids, out = tokenizer.encode(text), files[split]
-        if starts and out.tokens:
+        if starts == "document" and (out.tokens or cfg.bos):
             out.write(np.array([tokenizer.eot]))  # between documents
-        out.documents += starts or not out.tokens  # a document cut in two counts in both splits
+        if starts:
+            out.rows.append(out.tokens)
+        out.documents += starts == "document" or not out.tokens  # one cut in two counts in both splits
         out.write(ids)
         out.bytes += len(text.encode())
         if split == "train":
             counts += np.bincount(ids, minlength=len(counts))
-    for out in files.values():
+    for split, out in files.items():
+        if not out.tokens:
+            raise ValueError(f"val_fraction = {cfg.val_fraction} leaves nothing of this text to {split}")
+        if out.pairs != files["train"].pairs or out.documents < len(out.rows) < 2 * out.documents:
+            raise ValueError("text mixes documents with pairs of prompt and response; prepare them apart")
+        if out.pairs:
+            out.write(np.array([tokenizer.eot]))  # behind the last response
+        if out.pairs and (cfg.bos or cfg.reverse):
+            raise ValueError("bos and reverse are for documents; pairs start with their prompts")
         out.close()
+        if cfg.reverse:
+            reverse_file(out.f.name, dtype)
     return files, counts
+
+
+def reverse_file(path, dtype):
+    """Turn a file of ids round, a piece at a time."""
+    ids = np.memmap(path, dtype, mode="r")
+    with open(f"{path}.tmp", "wb") as f:
+        for end in range(len(ids), 0, -PIECE):
+            f.write(ids[max(end - PIECE, 0):end][::-1].tobytes())
+        f.flush()
+        os.fsync(f.fileno())
+    del ids  # Windows replaces no file that is open
+    os.replace(f"{path}.tmp", path)
 
 
 def write_set(cfg, sources, key):
@@ -506,38 +581,38 @@ def write_set(cfg, sources, key):
     folder = Path(cfg.data_dir)
     folder.mkdir(parents=True, exist_ok=True)
     paths = {split: folder / f"{split}-{key}.bin" for split in ("train", "val")}
-    ranks_path = folder / f"tokenizer-{key}.tiktoken"
     try:
         tokenizer = Tokenizer(make_spec(cfg, sources))
         files, counts = write_ids(cfg, sources, tokenizer, paths)
-        if not files["train"].tokens or not files["val"].tokens:
-            raise ValueError(f"val_fraction = {cfg.val_fraction} leaves a split of this text empty: "
-                             f"{', '.join(f'{split} has {f.tokens} tokens' for split, f in files.items())}")
-        spec = dict(tokenizer.spec)
+        layout = dict(bos=cfg.bos, reverse=cfg.reverse, pairs=files["train"].pairs)
+        spec = tokenizer.spec | {name: True for name, on in layout.items() if on}
+        for split, out in files.items() if files["train"].pairs else ():
+            paths[f"{split}_rows"] = folder / f"{split}_rows-{key}.bin"
+            write_durably(paths[f"{split}_rows"], np.array([*out.rows, out.tokens], dtype=np.int64).tobytes())
         if "ranks" in spec:
-            write_durably(ranks_path, spec.pop("ranks"))
-            paths["tokenizer"] = ranks_path
+            paths["tokenizer"] = folder / f"tokenizer-{key}.tiktoken"
+            write_durably(paths["tokenizer"], spec.pop("ranks").encode())
         p = counts[counts > 0] / counts.sum()
         meta = dict(key=key, dtype=files["train"].dtype.name, vocab_size=tokenizer.vocab_size,
                     unigram_entropy=float(p @ np.log(1 / p)), tokenizer=spec,
                     splits={split: f.facts() for split, f in files.items()}, settings=asdict(cfg),
                     files={role: dict(name=path.name, size=path.stat().st_size, sha256=file_sha256(path))
                            for role, path in paths.items()})
-        write_durably(folder / "meta.json.tmp", json.dumps(meta, indent=1, ensure_ascii=False))
+        write_durably(folder / "meta.json.tmp", json.dumps(meta, indent=1, ensure_ascii=False).encode())
     except BaseException:
-        for path in (*paths.values(), ranks_path):
+        for path in paths.values():
             path.unlink(missing_ok=True)
         raise
     os.replace(folder / "meta.json.tmp", folder / "meta.json")
     for path in folder.iterdir():  # of an older set, or of a run that was killed
-        if key not in path.name and re.fullmatch(r"(train|val|tokenizer)-[0-9a-f]{12}\..*", path.name):
+        if key not in path.name and re.fullmatch(r"(train|val|tokenizer)\w*-[0-9a-f]{12}\..*", path.name):
             path.unlink(missing_ok=True)
     return meta
 
 
-def write_durably(path, text):
-    with open(path, "w", encoding="utf-8", newline="") as f:
-        f.write(text)
+def write_durably(path, data):
+    with open(path, "wb") as f:
+        f.write(data)
         f.flush()
         os.fsync(f.fileno())
 
@@ -550,7 +625,7 @@ def set_key(cfg, sources):
         if source.data is None:
             stamps[i] = file_sha256(source.name) if small else (source.size, os.stat(source.name).st_mtime_ns)
     tokenizer = load_data(cfg.tokenizer)[0]["key"] if Path(cfg.tokenizer).is_dir() else cfg.tokenizer
-    settings = [tokenizer, cfg.bpe_vocab_size, cfg.val_fraction, EOT, GPT2_PATTERN]
+    settings = [tokenizer, cfg.bpe_vocab_size, cfg.val_fraction, cfg.bos, cfg.reverse, EOT, GPT2_PATTERN]
     return hashlib.sha256(json.dumps([settings, stamps]).encode()).hexdigest()[:12]
 
 
@@ -568,14 +643,14 @@ def load_data(data_dir):
             if size != file["size"] or (size <= 2**30 and file_sha256(part) != file["sha256"]):
                 raise ValueError(f"{part.name} has changed since it was made")
         if "tokenizer" in meta["files"]:
-            meta["tokenizer"]["ranks"] = data_path(data_dir, meta, "tokenizer").read_text(encoding="utf-8")
+            meta["tokenizer"]["ranks"] = data_path(data_dir, meta, "tokenizer").read_bytes().decode()
         return meta, Tokenizer(meta["tokenizer"])
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise ValueError(f"data_dir = {str(data_dir)!r} is damaged ({error}); prepare it again") from None
 
 
 def data_path(data_dir, meta, role):
-    """The path of the file that meta lists as "train", "val" or "tokenizer"."""
+    """The path of the file that meta lists as "train", "val", "train_rows", "val_rows" or "tokenizer"."""
     return Path(data_dir, os.path.basename(meta["files"][role]["name"]))
 
 

@@ -236,6 +236,58 @@ def test_jsonl_gives_every_tenth_document_to_validation(tmp_path, zipped):
         make(tmp_path, text=[str(path)], val_fraction=0.2)
 
 
+def test_pairs_become_rows(tmp_path):
+    """prompt, newline, response, end-of-text; the rows file says where each prompt and response starts."""
+    pairs = [(f"ask {i}", f"answer {i * 7}") for i in range(20)]
+    lines = [json.dumps(dict(prompt=prompt, response=response)) for prompt, response in pairs]
+    path = write(tmp_path / "a.jsonl", "\n".join(lines))
+    meta, tokenizer, ids = make(tmp_path, text=[path])
+    assert tokenizer.spec["pairs"] and set(meta["files"]) == {"train", "val", "train_rows", "val_rows"}
+    for split, expected in ("val", pairs[9::10]), ("train", [pairs[i] for i in range(20) if i % 10 < 9]):
+        rows = np.fromfile(data_path(tmp_path / "out", meta, f"{split}_rows"), np.int64)
+        starts, responses = rows[::2], rows[1::2]
+        assert len(starts) == len(expected) + 1 and starts[-1] == len(ids[split])
+        for i, (prompt, response) in enumerate(expected):
+            assert tokenizer.decode(ids[split][starts[i]:responses[i]]) == f"{prompt}\n"
+            assert tokenizer.decode(ids[split][responses[i]:starts[i + 1]]) == response + EOT
+    write(tmp_path / "b.jsonl", json.dumps(dict(text="a document")) + "\n" + "\n".join(lines))
+    with pytest.raises(ValueError, match="mixes"):
+        make(tmp_path, text=[str(tmp_path / "b.jsonl")])
+    with pytest.raises(ValueError, match="bos and reverse"):
+        make(tmp_path, text=[path], bos=True)
+    for bad in dict(prompt="", response="x"), dict(prompt="x", response=" "), dict(prompt="x"), dict(text=3):
+        with pytest.raises(ValueError, match="c.jsonl, line 1"):
+            make(tmp_path, text=[write(tmp_path / "c.jsonl", json.dumps(bad))])
+
+
+def test_the_letters_are_pairs_whose_answers_can_be_checked():
+    records = [json.loads(line) for line in prepare.letters().data.splitlines()]
+    assert len({record["prompt"] for record in records}) == len(records) == 40_000
+    answers = dict(reverse=lambda w: w[::-1], sort=lambda w: "".join(sorted(w)), capitals=str.upper,
+                   last=lambda w: w[-1])
+    for record in records:
+        task, word = record["prompt"].split()
+        assert record["response"] == answers[task](word)
+
+
+@pytest.mark.parametrize("piece", [3, 2**20])
+def test_bos_and_reverse(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(prepare, "PIECE", piece)
+    meta, tokenizer, ids = make(tmp_path, "one text", "another one", bos=True, reverse=True, val_fraction=0.3)
+    assert tokenizer.decode(ids["train"][::-1]) == f"{EOT}one text{EOT}anoth"
+    assert tokenizer.decode(ids["val"][::-1]) == "er one"
+    assert tokenizer.spec["bos"] and tokenizer.spec["reverse"] and "pairs" not in tokenizer.spec
+    (tmp_path / "one").mkdir()
+    _, tokenizer, ids = make(tmp_path / "one", "only one text", bos=True)
+    assert tokenizer.decode(ids["train"]) == f"{EOT}only one te"
+
+
+def test_a_tokenizer_without_end_of_text_serves_one_document_only(tmp_path, char_data):
+    make(tmp_path, "The river.", tokenizer=str(char_data))
+    with pytest.raises(ValueError, match="no end-of-text"):
+        make(tmp_path, "The river.", "The stone.", tokenizer=str(char_data))
+
+
 def test_folders_globs_and_repeated_texts(tmp_path):
     (tmp_path / "books/deep").mkdir(parents=True)
     for name in "b.txt", "a.txt", "deep/c.md", ".hidden":
@@ -309,9 +361,9 @@ def script(*words, cwd, **kw):
     (["--text=empty.txt"], ["empty.txt", "0 bytes"]),
     (["--text=white.txt"], ["white.txt", "3 bytes"]),
     (["--text=latin1.txt"], ["latin1.txt", "not UTF-8", "byte 3"]),
-    (["--text=one.txt"], ["val_fraction", "val has 1 tokens"]),
+    (["--text=one.txt"], ["val_fraction", "nothing", "to train"]),
     (["--text=bad.jsonl"], ["bad.jsonl, line 2"]),
-    (["--text=few.jsonl"], ["val_fraction", "val has 0 tokens"]),
+    (["--text=few.jsonl"], ["val_fraction", "nothing", "to val"]),
     (["--text=good.txt", "--tokenizer=gtp2"], ["gtp2", "gpt2"]),
     (["--text=good.txt", "--val_fraction=1"], ["val_fraction = 1.0", "between 0 and 1"]),
     (["--text=good.txt", "--bpe_vocab_size=256"], ["bpe_vocab_size = 256", "257"]),
