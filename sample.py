@@ -3,6 +3,8 @@ Write text with a trained model, one token after another.
 
     python sample.py --start="JULIET:" --temperature=0.8 --top_p=0.95
     python sample.py --ckpt=out/best.pt --start=FILE:prompt.txt --num_samples=4 --stop="ROMEO"
+    python sample.py --ckpt=out-masked/best.pt --start="To be or [MASK] to be"    # a masked model fills gaps
+    echo "reverse stone" | python sample.py --ckpt=out-letters/best.pt --start=-  # a model of pairs answers
 
 The text goes to standard output, all else to standard error.
 
@@ -27,7 +29,7 @@ from tqdm import tqdm
 
 from config import run
 from model import KVCache, load
-from prepare import Tokenizer
+from prepare import MASK, Tokenizer, ask
 
 IGNORE = -100  # a target that is not scored: PyTorch's own default
 
@@ -35,7 +37,7 @@ IGNORE = -100  # a target that is not scored: PyTorch's own default
 @dataclass
 class SampleConfig:
     ckpt: str = "out/best.pt"  # a checkpoint of train.py
-    start: str = ""  # the prompt; FILE:path reads it from a file; empty: start as a new document would
+    start: str = ""  # the prompt; FILE:path reads it from a file, - takes each line of standard input
     num_samples: int = 1  # texts to write
     max_new_tokens: int = 500  # tokens to write, at most; the text may end before
     temperature: float = 0.8  # divides the logits: below 1 favours likely tokens, 0 takes the likeliest
@@ -172,17 +174,36 @@ class TextStream:
         return text
 
 
+@torch.inference_mode()
+def fill(model, idx, mask_id, seed=1337, **choice):
+    """Replace the masks in the texts idx (B, T), each time the one that the model is surest of.
+
+    Row b chooses with the random stream (seed, b); temperature = 0 takes the likeliest token. The mask itself
+    is never chosen. `choice` are the settings of next_token.
+    """
+    idx = idx.clone()
+    streams = [np.random.default_rng((seed, b)) for b in range(len(idx))]
+    while (gaps := idx == mask_id).any():
+        logits = model(idx)[:, :, :mask_id].float()  # (B, T, V)
+        sure = logits.softmax(dim=-1).amax(dim=-1).masked_fill(~gaps, -1)  # (B, T)
+        rows, places = torch.arange(len(idx), device=idx.device), sure.argmax(dim=1)
+        u = torch.tensor([stream.random() for stream in streams], dtype=torch.float64)
+        seen = torch.zeros(len(idx), mask_id + 1, dtype=torch.bool, device=idx.device).scatter_(1, idx, True)
+        token = next_token(logits[rows, places].cpu(), u, seen[:, :mask_id].cpu(), **choice)
+        idx[rows, places] = torch.where(gaps.any(dim=1), token.to(idx.device), idx[rows, places])
+    return idx
+
+
 # ------------------------------------------------------------------------------- scoring
 
-@torch.inference_mode()
-def score(model, ids, tokenizer, batch_size=32, stride=0, max_windows=0, amp=None):
-    """The evaluation protocol: (nats, tokens, bytes), summed over the targets in ids (N,).
+def windows(ids, size, batch_size=32, stride=0, max_windows=0):
+    """The evaluation protocol: batches (x, y), (B, T) each, in which each of ids (N,) but the first is a
+    target once.
 
-    Consecutive windows of block_size tokens, each token but the first scored once, the last window shorter.
-    With a `stride` below block_size the windows overlap, and what is new in each is scored with more context.
-    max_windows takes an even sample of windows, always the same. Bytes are those of the raw text.
+    Windows of `size` tokens stand side by side, the last one is shorter. With a `stride` below size they
+    overlap, and what is new in each is a target, with more context. max_windows takes an even sample of
+    them, always the same.
     """
-    size = model.config.block_size
     stride = min(stride or size, size)
     starts = np.arange(0, max(len(ids) - 1 - size + stride, 1), stride)
     full = starts[starts + size < len(ids)]
@@ -190,13 +211,20 @@ def score(model, ids, tokenizer, batch_size=32, stride=0, max_windows=0, amp=Non
         starts = full = full[np.linspace(0, len(full) - 1, max_windows).round().astype(int)]
     groups = [full[i:i + batch_size] for i in range(0, len(full), batch_size)]
     groups += [starts[i:i + 1] for i in range(len(full), len(starts))]  # the shorter one at the end
-    device, nats, tokens, num_bytes = model.lm_head.weight.device, 0.0, 0, 0
     for group in groups:
         rows = np.stack([ids[i:i + size + 1] for i in group]).astype(np.int64)  # (B, T + 1)
         y = rows[:, 1:].copy()
         y[group > 0, :size - stride] = IGNORE
+        yield rows[:, :-1], y
+
+
+@torch.inference_mode()
+def score(model, batches, tokenizer, amp=None):
+    """(nats, tokens, bytes), summed over the targets of the batches. Bytes are those of the raw text."""
+    device, nats, tokens, num_bytes = model.lm_head.weight.device, 0.0, 0, 0
+    for x, y in batches:
         with amp or nullcontext():
-            logits = model(torch.from_numpy(rows[:, :-1]).to(device)).float()  # (B, T, V)
+            logits = model(torch.from_numpy(x).to(device)).float()  # (B, T, V)
         y = y.ravel()
         nats += F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(y).to(device), reduction="sum").item()
         tokens += len(y := y[y != IGNORE])
@@ -242,18 +270,26 @@ def load_trained(path, device="cpu", **changes):
     return model, Tokenizer(ckpt["tokenizer"]), ckpt
 
 
-def prompt_ids(start, tokenizer):
-    """The ids of the prompt, and how to call it; an empty one is what a text begins with."""
-    text = Path(start[5:]).read_text(encoding="utf-8") if start.startswith("FILE:") else start
-    if text:
-        return tokenizer.encode(text).tolist(), text
-    if tokenizer.eot is not None:
-        return [tokenizer.eot], ""
-    return (tokenizer.encode("\n").tolist() if b"\n" in tokenizer.tokens else [0]), ""
+def prompt_ids(text, tokenizer):
+    """The ids that a text to continue starts with; an empty one starts as documents do."""
+    spec, start = tokenizer.spec, [tokenizer.eot] if tokenizer.eot is not None else None
+    if spec.get("pairs"):
+        text = ask(text)
+    if MASK in tokenizer.special:  # the mask between the parts of the text
+        subwords = spec["kind"] not in ("byte", "char")  # whose tokens hold the space before a word
+        parts = text.replace(f" {MASK}", MASK).split(MASK) if subwords else text.split(MASK)
+        parts = [tokenizer.encode(part).tolist() for part in parts]
+        return sum(([tokenizer.special[MASK]] + part for part in parts[1:]), parts[0])
+    ids = tokenizer.encode(text).tolist()
+    if spec.get("reverse"):
+        ids.reverse()
+    elif spec.get("bos"):
+        ids = start + ids
+    return ids or start or ([tokenizer.tokens.index(b"\n")] if b"\n" in tokenizer.tokens else [0])
 
 
-def write(texts, prompt, tokenizer, cfg):
-    """Print the texts, whose tokens (B,) `texts` yields: a single one as it grows, several at the end."""
+def write(steps, prompt, tokenizer, cfg):
+    """Print the texts, whose tokens (B,) `steps` yields: a single one as it grows, several at the end."""
     streams = [TextStream(tokenizer, cfg.stop) for _ in range(cfg.num_samples)]
     live = cfg.stream and cfg.num_samples == 1
     out = [prompt] * cfg.num_samples
@@ -266,7 +302,7 @@ def write(texts, prompt, tokenizer, cfg):
     if live:
         print(prompt, end="", flush=True)
     try:
-        for tokens in tqdm(texts, "tokens", cfg.max_new_tokens, disable=live):
+        for tokens in tqdm(steps, "tokens", cfg.max_new_tokens, disable=live):
             for b, token in enumerate(tokens.tolist()):
                 add(b, streams[b].feed(token))
             if all(stream.done for stream in streams):
@@ -275,26 +311,68 @@ def write(texts, prompt, tokenizer, cfg):
         print("\nstopped", file=sys.stderr)
     for b, stream in enumerate(streams):
         add(b, stream.finish())
-        print("" if live else out[b])
-        if cfg.num_samples > 1:
-            print("-" * 15)
+        show("" if live else out[b], cfg)
+
+
+def show(text, cfg):
+    print(text)
+    if cfg.num_samples > 1:
+        print("-" * 15)
+
+
+def write_reversed(steps, ids, tokenizer, cfg):
+    """Print texts that a model of reversed text wrote from their ends to their starts."""
+    rows = [[] for _ in range(cfg.num_samples)]
+    for tokens in tqdm(steps, "tokens", cfg.max_new_tokens):
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            row.append(token)
+    for row in rows:
+        row = row[:row.index(tokenizer.eot)] if tokenizer.eot in row else row
+        show(tokenizer.decode([i for i in (ids + row)[::-1] if i != tokenizer.eot]), cfg)
+
+
+def prompts(start):
+    """The texts to continue: one, or with - each line of standard input."""
+    if start == "-":
+        return (line.rstrip("\n") for line in sys.stdin)
+    return [Path(start[5:]).read_text(encoding="utf-8") if start.startswith("FILE:") else start]
+
+
+def respond(model, tokenizer, prompt, cfg, device):
+    """Write cfg.num_samples texts that go on from, or fill the gaps of, a prompt."""
+    choice = {name: getattr(cfg, name) for name in
+              ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")}
+    ids = prompt_ids(prompt, tokenizer)
+    idx = torch.tensor([ids] * cfg.num_samples, device=device)  # (B, T)
+    if not model.config.causal:
+        if len(ids) > model.config.block_size:
+            raise ValueError(f"start has {len(ids)} tokens, but block_size = {model.config.block_size}")
+        if cfg.num_samples == 1:  # one text: the likeliest
+            choice["temperature"] = 0
+        for row in fill(model, idx, tokenizer.special[MASK], **choice).tolist():
+            show(tokenizer.decode(row), cfg)
+        return
+    steps = generate(model, idx, cfg.max_new_tokens, tokenizer.vocab_size, kv_cache=cfg.kv_cache, **choice)
+    if tokenizer.spec.get("reverse"):
+        write_reversed(steps, ids, tokenizer, cfg)
+    else:
+        write(steps, "" if tokenizer.spec.get("pairs") else prompt, tokenizer, cfg)
 
 
 def main(cfg):
     device = pick_device(cfg.device)
     model, tokenizer, ckpt = load_trained(cfg.ckpt, device)
-    if not model.config.causal:
-        raise ValueError(f"{cfg.ckpt} is a masked model, which fills gaps; sample.py continues texts")
+    if not model.config.causal and not (cfg.start == "-" or MASK in "".join(prompts(cfg.start))):
+        raise ValueError(f"{cfg.ckpt} is a masked model: it fills gaps, as in --start='a {MASK} b', and "
+                         "cannot continue a text")
     model.eval().to(pick_dtype(cfg.dtype, device))
-    ids, prompt = prompt_ids(cfg.start, tokenizer)
-    print(f"{cfg.ckpt}: step {ckpt.get('step')}, val loss {ckpt.get('val_loss', math.nan):.4f} nats per "
-          f"token, tokenizer {ckpt['tokenizer']['kind']} with {tokenizer.vocab_size:,} tokens, "
+    loss = ckpt.get("val_loss", math.nan)
+    what = "loss" if model.config.causal else "masked loss"
+    print(f"{cfg.ckpt}: step {ckpt.get('step')}, val {what} {loss:.4f} nats per token, "
+          f"tokenizer {tokenizer.spec['kind']} with {tokenizer.vocab_size:,} tokens, "
           f"{model.num_params():,} parameters, on {device}", file=sys.stderr)
-    idx = torch.tensor([ids] * cfg.num_samples, device=device)  # (B, T)
-    choice = {name: getattr(cfg, name) for name in
-              ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "kv_cache")}
-    texts = generate(model, idx, cfg.max_new_tokens, tokenizer.vocab_size, **choice)
-    write(texts, prompt, tokenizer, cfg)
+    for prompt in prompts(cfg.start):
+        respond(model, tokenizer, prompt, cfg, device)
 
 
 if __name__ == "__main__":

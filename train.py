@@ -11,8 +11,11 @@ writes to out_dir: last.pt (to resume), best.pt (to sample from), log.jsonl, los
 Micro-batch i of a run is a function of (seed, i) alone, and so is its dropout. So nothing random needs
 saving, and a resumed run repeats the uninterrupted one to the last bit.
 
-AdamW   Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101
-WSD     Hu et al. 2024, https://arxiv.org/abs/2404.06395
+AdamW             Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101
+WSD               Hu et al. 2024, https://arxiv.org/abs/2404.06395
+Masked LM         Devlin et al. 2018, https://arxiv.org/abs/1810.04805
+Label smoothing   Szegedy et al. 2015, https://arxiv.org/abs/1512.00567
+Distillation      Hinton et al. 2015, https://arxiv.org/abs/1503.02531
 """
 
 import json
@@ -34,18 +37,18 @@ from tqdm import tqdm
 
 from config import narrow, run, to_toml
 from model import GPT, GPTConfig, save
-from prepare import data_path, load_data
+from prepare import MASK, Tokenizer, data_path, load_data
 from sample import (IGNORE, TextStream, generate, load_trained, metrics, pick_device, pick_dtype, prompt_ids,
-                    score)
+                    score, windows)
 
 
 @dataclass
 class TrainConfig(GPTConfig):
-    vocab_size: int = 0  # 0: as many as the data's tokenizer has; more only pad the matrix, for speed on GPUs
+    vocab_size: int = 0  # V; 0: that of the data; more only pad the matrix, to a size that GPUs like
     # files
     data_dir: str = "data"  # what prepare.py wrote
     out_dir: str = "out"  # the folder of this run
-    init_from: str = ""  # a checkpoint to start from (fine-tuning); its model settings replace those here
+    init_from: str = ""  # a checkpoint to start from (fine-tuning), whose model settings then count
     resume: bool = False  # go on from out_dir/last.pt
     overwrite: bool = False  # delete the run in out_dir and start anew
     eval_only: bool = False  # score init_from, or out_dir/best.pt, on the whole validation split, and end
@@ -53,6 +56,13 @@ class TrainConfig(GPTConfig):
     batch_size: int = 8  # B: sequences in a micro-batch, one forward pass
     gradient_accumulation_steps: int = 1  # micro-batches in a step
     max_iters: int = 1800  # steps: updates of the weights
+    # objective; causal = true: predict the next token, causal = false: predict masked ones
+    mlm_probability: float = 0.15  # causal = false: the share of tokens to hide and predict
+    label_smoothing: float = 0.0  # ε: the target gets 1 - ε of the probability, all V tokens share the rest
+    train_temperature: float = 1.0  # divides the logits in the training loss; for research
+    teacher: str = ""  # a checkpoint of the same vocabulary to learn from as well (distillation); empty: none
+    distill_alpha: float = 0.5  # α, the weight of the teacher; 1 - α is that of the data
+    distill_temperature: float = 2.0  # τ, softens both distributions, to show the unlikely tokens too
     # optimizer
     learning_rate: float = 4e-3  # at its peak, after the warm-up
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"  # how it falls after the warm-up
@@ -85,11 +95,16 @@ class TrainConfig(GPTConfig):
                      "eval_interval", "eval_iters", "eval_sample", "checkpoint_interval"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
-        for name in "min_lr_frac", "decay_frac", "beta1", "beta2":
+        for name in "min_lr_frac", "decay_frac", "beta1", "beta2", "label_smoothing", "distill_alpha":
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be between 0 and 1")
-        if not self.causal:
-            raise ValueError("causal = false: this version trains causal models only")
+        if not 0 < self.mlm_probability <= 1:
+            raise ValueError(f"mlm_probability = {self.mlm_probability} must be above 0 and at most 1")
+        for name in "train_temperature", "distill_temperature":
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must be above 0")
+        if self.eval_sample and not self.causal:
+            raise ValueError(f"eval_sample = {self.eval_sample}: only causal models write texts")
 
 
 ORDERS = ("resume", "overwrite", "eval_only")  # what to do with a run; the other settings make it what it is
@@ -105,16 +120,54 @@ def rng(seed, i):
     return np.random.default_rng((seed, i))
 
 
-def get_batch(path, dtype, i, cfg):
-    """Micro-batch i: inputs x and targets y, (B, T) each. y is x one token later: y[b, t] = x[b, t + 1].
+def get_batch(ids, B, T, g):
+    """Inputs x and targets y, (B, T) each, from random places in ids (N,): y[b, t] = x[b, t + 1].
 
     A window needs T + 1 tokens. Of N tokens it can start at 0 … N - T - 1, which `integers(N - T)` draws.
     """
-    T = cfg.block_size
-    ids = np.memmap(path, dtype, mode="r")  # opened anew: a map kept open collects all pages it ever read
-    starts = rng(cfg.seed, i).integers(len(ids) - T, size=cfg.batch_size)
+    starts = g.integers(len(ids) - T, size=B)
     rows = np.stack([ids[s:s + T + 1] for s in starts]).astype(np.int64)  # (B, T + 1)
-    return torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])
+    return rows[:, :-1], rows[:, 1:]
+
+
+def pad_pairs(ids, rows, picked):
+    """The pairs `picked` as x and y, (B, T) each, padded to the longest: only the responses are targets.
+
+    rows holds where each pair's prompt and response start: prompt 0, response 0, prompt 1, … With a causal
+    mask no token sees the padding behind it.
+    """
+    parts = [ids[rows[2 * i]:rows[2 * i + 2]] for i in picked]
+    T = max(map(len, parts)) - 1
+    x = np.zeros((len(picked), T), dtype=np.int64)
+    y = np.full((len(picked), T), IGNORE, dtype=np.int64)
+    for b, (i, part) in enumerate(zip(picked, parts, strict=True)):
+        response = rows[2 * i + 1] - rows[2 * i]
+        x[b, :len(part) - 1] = part[:-1]
+        y[b, response - 1:len(part) - 1] = part[response:]
+    return x, y
+
+
+def corrupt(ids, chosen, dice, noise, mask_id):
+    """BERT's inputs and targets for ids (B, T): of the chosen tokens 80 % are masked, 10 % noise, 10 % stay.
+
+    The targets are the chosen ones as they were. dice (B, T) are uniform in [0, 1), noise (B, T) random ids.
+    """
+    x = np.where(chosen & (dice < 0.8), mask_id, ids)
+    x = np.where(chosen & (dice >= 0.8) & (dice < 0.9), noise, x)
+    return x, np.where(chosen, ids, IGNORE)
+
+
+def mask_tokens(ids, tokenizer, mlm_probability, g):
+    """corrupt with the random numbers of g: k = round(p·T) tokens of each row, at least one, as BERT does.
+
+    Special tokens are neither chosen nor drawn as noise: they have no text, num_bytes = 0.
+    """
+    ordinary = np.flatnonzero(tokenizer.num_bytes)
+    order = np.where(tokenizer.num_bytes[ids] > 0, g.random(ids.shape), 2.0)  # special ones come last
+    k = max(1, round(mlm_probability * ids.shape[1]))
+    chosen = (order.argsort(axis=1).argsort(axis=1) < k) & (order < 2)
+    noise = ordinary[g.integers(len(ordinary), size=ids.shape)]
+    return corrupt(ids, chosen, g.random(ids.shape), noise, tokenizer.special[MASK])
 
 
 # ------------------------------------------------------------------------------- objective, optimizer, step
@@ -122,18 +175,30 @@ def get_batch(path, dtype, i, cfg):
 class Objective(nn.Module):
     """(x, y) → the summed loss in nats and the number of targets that it sums over.
 
-    Next-token prediction: -Σ ln p(y[b, t] | x[b, :t + 1]). Sums and counts add up over micro-batches and
-    processes; means of means would not.
+    Cross-entropy: -Σ ln p(y[b, t] | x), where a causal model sees x[b, :t + 1] only. With a teacher
+    (1 - α) · cross-entropy + α τ² KL(teacher_τ ‖ student_τ); the τ² undoes the 1/τ² in KL's gradient.
+    Sums and counts add up over micro-batches and processes; means of means would not.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, label_smoothing=0.0, temperature=1.0, teacher=None, alpha=0.5, tau=2.0):
         super().__init__()
-        self.model = model
+        self.model, self.teacher = model, teacher
+        self.label_smoothing, self.temperature = label_smoothing, temperature
+        self.alpha, self.tau = alpha, tau
 
     def forward(self, x, y):
-        logits = self.model(x).float()  # (B, T, V)
-        nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE, reduction="sum")
-        return nats, (y != IGNORE).sum()
+        scored = y.flatten() != IGNORE
+        logits = self.model(x).flatten(0, 1).float()  # (B·T, V)
+        nats = F.cross_entropy(logits / self.temperature, y.flatten(), ignore_index=IGNORE, reduction="sum",
+                               label_smoothing=self.label_smoothing)
+        if self.teacher:
+            with torch.no_grad():
+                theirs = self.teacher(x).flatten(0, 1).float()
+            V = min(logits.size(1), theirs.size(1))  # beyond the vocabulary there is padding only
+            kl = F.kl_div(F.log_softmax(logits[:, :V] / self.tau, dim=1),
+                          F.log_softmax(theirs[:, :V] / self.tau, dim=1), reduction="none", log_target=True)
+            nats = (1 - self.alpha) * nats + self.alpha * self.tau ** 2 * kl.sum(dim=1)[scored].sum()
+        return nats, scored.sum()
 
 
 def get_lr(step, cfg):
@@ -182,12 +247,12 @@ def read_log(out_dir, *names):
     return [[row[i] for row in rows] for i in range(len(names))]
 
 
-def plot_log(out_dir, vocab_size, unigram_entropy):
-    """Draw loss and perplexity, of training and validation, into out_dir/loss.png; returns the figure."""
+def plot_log(out_dir, vocab_size, unigram_entropy, causal=True):
+    """Draw loss and perplexity, or a masked model's loss, into out_dir/loss.png; returns the figure."""
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    loss_axis, ppl_axis = figure.subplots(1, 2)
-    for axis, f in (loss_axis, lambda x: x), (ppl_axis, lambda x: np.exp(np.minimum(x, 700))):
+    figure = Figure(figsize=(11 if causal else 6, 4), layout="constrained")
+    axes = figure.subplots(1, 1 + causal, squeeze=False)[0]
+    for axis, f in zip(axes, (lambda x: x, lambda x: np.exp(np.minimum(x, 700))), strict=False):
         for name, label, style in ("loss", "training", "-"), ("val_loss", "validation", "o-"):
             steps, losses = read_log(out_dir, "step", name)
             axis.plot(steps, f(np.array(losses, dtype=float)), style, label=label, markersize=4, linewidth=1)
@@ -195,8 +260,9 @@ def plot_log(out_dir, vocab_size, unigram_entropy):
         axis.axhline(f(unigram_entropy), color="gray", linestyle="--", label="knowing tokens' frequencies")
         axis.set_xlabel("step")
         axis.legend()
-    loss_axis.set_ylabel("loss (nats per token)")
-    ppl_axis.set(ylabel="perplexity = exp(loss)", yscale="log")
+    axes[0].set_ylabel("loss (nats per token)" if causal else "masked loss (nats per masked token)")
+    if causal:
+        axes[1].set(ylabel="perplexity = exp(loss)", yscale="log")
     figure.savefig(Path(out_dir, "loss.png"), dpi=120)
     return figure
 
@@ -221,10 +287,37 @@ class Run:
         """Matrix products in dtype; what needs the range (norms, softmax, the loss) stays in float32."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
+    def file(self, role, cfg, dtype=None):
+        """A file of the data set as an array, opened anew: an open map collects all pages ever read."""
+        return np.memmap(data_path(cfg.data_dir, self.meta, role), dtype or self.meta["dtype"], mode="r")
+
     def train_batch(self, i, cfg):
-        """Micro-batch i, on the device."""
-        x, y = get_batch(data_path(cfg.data_dir, self.meta, "train"), self.meta["dtype"], i, cfg)
-        return x.to(self.device), y.to(self.device)
+        """Micro-batch i, on the device: x and y, (B, T) each."""
+        g, ids = rng(cfg.seed, i), self.file("train", cfg)
+        if self.tokenizer.spec.get("pairs"):
+            rows = self.file("train_rows", cfg, np.int64)
+            x, y = pad_pairs(ids, rows, g.integers(len(rows) // 2, size=cfg.batch_size))
+        else:
+            x, y = get_batch(ids, cfg.batch_size, cfg.block_size, g)
+        if not cfg.causal:
+            x, y = mask_tokens(x, self.tokenizer, cfg.mlm_probability, g)
+        return torch.from_numpy(x).to(self.device), torch.from_numpy(y).to(self.device)
+
+    def val_batches(self, cfg, whole):
+        """The whole validation split, or eval_iters batches spread evenly over it: always the same (x, y)."""
+        ids, B = self.file("val", cfg), cfg.batch_size
+        most = 0 if whole else cfg.eval_iters * B
+        if self.tokenizer.spec.get("pairs"):
+            rows = self.file("val_rows", cfg, np.int64)
+            n = len(rows) // 2
+            picked = np.linspace(0, n - 1, min(most or n, n)).round().astype(int)
+            yield from (pad_pairs(ids, rows, picked[i:i + B]) for i in range(0, len(picked), B))
+            return
+        for n, (x, y) in enumerate(windows(ids, self.model.config.block_size, B, max_windows=most)):
+            if not cfg.causal:
+                g = np.random.default_rng((cfg.seed, n, 1))  # not a stream of training
+                x, y = mask_tokens(x, self.tokenizer, cfg.mlm_probability, g)
+            yield x, y
 
 
 def settings_of(cfg):
@@ -294,11 +387,7 @@ def build_model(cfg, tokenizer):
         model_cfg = narrow(cfg, GPTConfig)
         model_cfg.vocab_size = cfg.vocab_size or tokenizer.vocab_size
         return GPT(model_cfg)
-    model, theirs, _ = load_trained(cfg.init_from, dropout=cfg.dropout, block_size=cfg.block_size)
-    if theirs.spec != tokenizer.spec:
-        kinds = [f"{t.spec['kind']}, {t.vocab_size} tokens" for t in (theirs, tokenizer)]
-        raise ValueError(f"init_from = {cfg.init_from!r} has another vocabulary ({kinds[0]}) than the data "
-                         f"in {cfg.data_dir} ({kinds[1]}): prepare with --tokenizer=FOLDER of its data")
+    model = load_fitting("init_from", cfg, tokenizer, dropout=cfg.dropout, block_size=cfg.block_size)
     replaced = {name: value for name, value in asdict(model.config).items()
                 if name != "vocab_size" and getattr(cfg, name) != value}
     if replaced:
@@ -306,7 +395,52 @@ def build_model(cfg, tokenizer):
     return model
 
 
+def load_fitting(name, cfg, tokenizer, **changes):
+    """The model of the checkpoint that a setting names. Raises ValueError if it is of another kind."""
+    path = getattr(cfg, name)
+    model, theirs, _ = load_trained(path, **changes)
+    if model.config.causal != cfg.causal:
+        theirs, ours = ("a causal" if causal else "a masked" for causal in (model.config.causal, cfg.causal))
+        raise ValueError(f"{name} = {path!r} is {theirs} model, but causal = {str(cfg.causal).lower()} "
+                         f"trains {ours} one")
+    ours, theirs = ({key: value for key, value in t.spec.items() if key not in ("bos", "reverse", "pairs")}
+                    for t in (tokenizer, theirs))
+    if ours != theirs:
+        raise ValueError(f"{name} = {path!r} has another vocabulary ({theirs['kind']}) than the data "
+                         f"in {cfg.data_dir} ({ours['kind']}): prepare with --tokenizer=FOLDER of its data")
+    return model
+
+
+def make_objective(model, cfg, tokenizer, device):
+    """The training objective. Raises ValueError for a teacher that does not fit."""
+    teacher = None
+    if cfg.teacher:
+        teacher = load_fitting("teacher", cfg, tokenizer).eval().requires_grad_(False).to(device)
+        if teacher.config.block_size < cfg.block_size:
+            raise ValueError(f"block_size = {cfg.block_size} is more than the {teacher.config.block_size} "
+                             f"that teacher = {cfg.teacher!r} can see")
+    return Objective(model, cfg.label_smoothing, cfg.train_temperature, teacher, cfg.distill_alpha,
+                     cfg.distill_temperature)
+
+
+def with_mask(tokenizer):
+    """The tokenizer with one more token, [MASK], which no data file has."""
+    special = tokenizer.special | {MASK: tokenizer.special.get(MASK, tokenizer.vocab_size)}
+    return Tokenizer(tokenizer.spec | dict(special=special))
+
+
 def check_data(cfg, meta):
+    """Raise ValueError if the data cannot be cut into what a batch needs."""
+    if meta["tokenizer"].get("pairs"):
+        if not cfg.causal:
+            raise ValueError(f"causal = false: the pairs in {cfg.data_dir} train causal models, masked "
+                             "ones learn from texts")
+        rows = np.concatenate([np.fromfile(data_path(cfg.data_dir, meta, f"{split}_rows"), np.int64)[::2]
+                               for split in ("train", "val")])
+        if (longest := int(np.diff(rows).max()) - 1) > cfg.block_size:
+            raise ValueError(f"block_size = {cfg.block_size} is too small for the longest pair, give "
+                             f"--block_size={longest}")
+        return
     for split, facts in meta["splits"].items():
         if facts["tokens"] < cfg.block_size + 1:
             fits = max(1, min(facts["tokens"] for facts in meta["splits"].values()) - 1)
@@ -321,9 +455,11 @@ def make_run(cfg, meta, tokenizer):
         print("warning: float16 is slow on a CPU; --dtype=float32 is meant for it", file=sys.stderr)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: products of float32 with 10 bits after the point
+    tokenizer = tokenizer if cfg.causal else with_mask(tokenizer)
     model = build_model(cfg, tokenizer).to(device)
+    objective = make_objective(model, cfg, tokenizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run = Run(model, Objective(model), make_optimizer(model, cfg), scaler, dtype, meta, tokenizer, device)
+    run = Run(model, objective, make_optimizer(model, cfg), scaler, dtype, meta, tokenizer, device)
     if cfg.compile == "true" or cfg.compile == "auto" and device.type == "cuda":
         run.objective = compiled(run, cfg)
     return run
@@ -355,16 +491,19 @@ def describe(run, cfg):
 
 
 def evaluate(run, cfg, whole=False):
-    """metrics of the model on the validation split, or on an even sample of it: eval_iters batches."""
-    ids = np.memmap(data_path(cfg.data_dir, run.meta, "val"), run.meta["dtype"], mode="r")
+    """metrics of the model on the validation split, or on an even sample of it: eval_iters batches.
+
+    Never smoothed nor distilled. A masked model has its masked loss alone, which is no text's perplexity.
+    """
     run.model.eval()
-    size = 0 if whole else cfg.eval_iters * cfg.batch_size
-    found = metrics(*score(run.model, ids, run.tokenizer, cfg.batch_size, max_windows=size, amp=run.amp()))
+    found = metrics(*score(run.model, run.val_batches(cfg, whole), run.tokenizer, run.amp()))
     run.model.train()
-    return found
+    return found if cfg.causal else dict(loss=found["loss"])
 
 
 def show_metrics(found):
+    if "ppl" not in found:
+        return f"masked loss {found['loss']:.4f} nats per masked token"
     return (f"loss {found['loss']:.4f} nats per token, perplexity {found['ppl']:.2f}, "
             f"{found['bpb']:.4f} bits per byte")
 
@@ -380,13 +519,13 @@ def evaluate_and_keep(run, cfg, bar):
              tokenizer=run.tokenizer.spec)
     if cfg.eval_sample:
         bar.write(sample_text(run, cfg))
-    plot_log(cfg.out_dir, run.model.config.vocab_size, run.meta["unigram_entropy"])
+    plot_log(cfg.out_dir, run.model.config.vocab_size, run.meta["unigram_entropy"], cfg.causal)
 
 
 def sample_text(run, cfg):
     """A text as sample.py would write it."""
     run.model.eval()
-    idx = torch.tensor([prompt_ids("", run.tokenizer)[0]], device=run.device)  # (1, 1)
+    idx = torch.tensor([prompt_ids("", run.tokenizer)], device=run.device)  # (1, 1)
     stream = TextStream(run.tokenizer)
     tokens = generate(run.model, idx, cfg.eval_sample, run.tokenizer.vocab_size, cfg.seed, temperature=0.8)
     text = "".join(stream.feed(token.item()) for token in tokens)

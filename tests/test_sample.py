@@ -14,11 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import prepare
 import sample
 import train
 from model import GPT, GPTConfig, save
-from prepare import EOT, Tokenizer, load_data
-from sample import TextStream, generate, keep_min_p, keep_top_k, keep_top_p, next_token, penalize, prompt_ids
+from prepare import EOT, MASK, Tokenizer, load_data
+from sample import (TextStream, fill, generate, keep_min_p, keep_top_k, keep_top_p, next_token, penalize,
+                    prompt_ids)
 
 ROOT = Path(__file__).parent.parent
 GPT2 = dict(pos_emb="learned", norm="layernorm", norm_embd=False, qk_norm=False, activation="gelu", bias=True,
@@ -270,9 +272,9 @@ def test_prompts(trained, tmp_path):
 
 
 def test_an_empty_prompt_starts_as_a_document_does(char_data):
-    assert prompt_ids("", BYTE) == ([256], "")
-    assert prompt_ids("", load_data(char_data)[1]) == ([0], "") and load_data(char_data)[1].tokens[0] == b"\n"
-    assert prompt_ids("", Tokenizer(dict(kind="char", chars="abc", special={})))[0] == [0]
+    assert prompt_ids("", BYTE) == [256]
+    assert prompt_ids("", load_data(char_data)[1]) == [0] and load_data(char_data)[1].tokens[0] == b"\n"
+    assert prompt_ids("", Tokenizer(dict(kind="char", chars="abc", special={}))) == [0]
 
 
 def test_several_samples_and_a_stop_text(trained):
@@ -317,7 +319,6 @@ def test_any_locale_will_do(trained):
     (["--ckpt=no.pt"], ["no.pt", "out/best.pt"]),
     (["--ckpt=foreign.pt"], ["foreign.pt is damaged"]), (["--ckpt=bare.pt"], ["bare.pt", "no tokenizer"]),
     (["--ckpt=char.pt", "--start=abé"], ["'é'"]), (["--start=FILE:nowhere.txt"], ["nowhere.txt"]),
-    (["--ckpt=masked.pt"], ["masked.pt is a masked model"]),
     (["--top_k=none"], ["top_k", "0 switches it off"]),
 ])
 def test_a_mistake_is_one_line(trained, words, names):
@@ -326,11 +327,82 @@ def test_a_mistake_is_one_line(trained, words, names):
     char = dict(kind="char", chars="abc", special={})
     save(trained / "bare.pt", GPT(GPTConfig(**small)))
     save(trained / "char.pt", GPT(GPTConfig(vocab_size=3, **small)), tokenizer=char)
-    save(trained / "masked.pt", GPT(GPTConfig(vocab_size=3, causal=False, **small)), tokenizer=char)
     end = command(trained, *words)
     assert end.returncode == 2 and "Traceback" not in end.stderr and end.stdout == ""
     message = end.stderr.splitlines()[-1]
     assert message.startswith("error: ") and all(name in message for name in names), message
+
+
+# ------------------------------------------------------------------------------- other layouts of the data
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory, bpe_data):
+    """Runs of a masked model, of one of pairs and of one of reversed text, in out-masked, out-pairs, …"""
+    folder = tmp_path_factory.mktemp("others")
+    sizes = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, max_iters=60, eval_interval=60, eval_iters=2,
+                 warmup_iters=5, learning_rate=1e-2)
+    prepare.main(prepare.PrepareConfig(["letters"], str(folder / "letters"), "char"))
+    play = [str(bpe_data / "play.txt")]
+    prepare.main(prepare.PrepareConfig(play, str(folder / "reverse"), "char", reverse=True))
+    for name, data, kw in (("masked", bpe_data, dict(causal=False)), ("pairs", folder / "letters", {}),
+                           ("reverse", folder / "reverse", {})):
+        train.main(train.TrainConfig(data_dir=str(data), out_dir=str(folder / f"out-{name}"), **sizes | kw))
+    return folder
+
+
+def test_a_masked_model_fills_its_gaps(others):
+    ckpt, start = "--ckpt=out-masked/best.pt", "--start=The [MASK] river [MASK] stone."
+    end = command(others, ckpt, start)
+    assert end.returncode == 0 and "masked loss" in end.stderr and MASK not in end.stdout
+    assert end.stdout.startswith("The") and " river" in end.stdout and end.stdout.endswith(" stone.\n")
+    assert command(others, ckpt, start).stdout == end.stdout
+    many = command(others, ckpt, start, "--num_samples=8", "--temperature=2").stdout
+    many = many.split("-" * 15 + "\n")[:-1]
+    assert len(many) == 8 and len(set(many)) > 1 and all(text.endswith(" stone.\n") for text in many)
+
+
+@torch.no_grad()
+def test_fill_takes_the_surest_gap_first_and_never_the_mask():
+    model = make(V=30, causal=False)
+    model.lm_head.weight.data[29] = 100.0  # the mask would win everywhere
+    idx = torch.tensor([[1, 29, 5, 29, 29, 7]])
+    expected = idx.clone()
+    for _ in range(3):
+        probs = model(expected)[0, :, :29].softmax(-1)
+        gap = max((t for t in range(6) if expected[0, t] == 29), key=lambda t: probs[t].max())
+        expected[0, gap] = probs[gap].argmax()
+    found = fill(model, idx, 29, temperature=0)
+    assert torch.equal(found, expected) and (idx == 29).sum() == 3, "what was given stays as it was"
+    rows = torch.tensor([[29, 5, 29], [3, 29, 4], [3, 3, 3]])
+    assert torch.equal(fill(model, rows, 29, temperature=0)[1:2], fill(model, rows[1:2], 29, temperature=0))
+    assert fill(model, rows, 29)[2].tolist() == [3, 3, 3] and fill(model, rows, 29).max() < 29
+
+
+def test_a_model_of_pairs_answers_line_by_line(others):
+    words = ["--ckpt=out-pairs/best.pt", "--temperature=0"]
+    end = command(others, *words, "--start=-", input="last abc\nsort bca\n")
+    single = [command(others, *words, f"--start={line}").stdout for line in ("last abc", "sort bca")]
+    assert end.returncode == 0 and end.stdout == "".join(single) and EOT not in end.stdout
+    assert prompt_ids("ab", Tokenizer(dict(kind="byte", special={EOT: 256}, pairs=True))) == [97, 98, 10]
+
+
+def test_reversed_text_is_printed_the_right_way_round(others):
+    end = command(others, "--ckpt=out-reverse/best.pt", "--start=falls.", "--max_new_tokens=40")
+    assert end.returncode == 0 and end.stdout.endswith("falls.\n") and len(end.stdout) == 47
+    spec = dict(kind="byte", special={EOT: 256})
+    assert prompt_ids("abc", Tokenizer(spec | dict(reverse=True))) == [99, 98, 97]
+    assert prompt_ids("abc", Tokenizer(spec | dict(bos=True))) == [256, 97, 98, 99]
+    assert prompt_ids("", Tokenizer(spec | dict(bos=True))) == [256]
+
+
+@pytest.mark.parametrize("words, names", [
+    (["--ckpt=out-masked/best.pt", "--start=no gap"], ["out-masked/best.pt is a masked model", MASK]),
+    (["--ckpt=out-masked/best.pt", f"--start={MASK * 40}"], ["start has 40 tokens", "block_size = 32"]),
+])
+def test_what_a_masked_model_cannot_do(others, words, names):
+    end = command(others, *words)
+    message = end.stderr.splitlines()[-1]
+    assert end.returncode == 2 and message.startswith("error: ") and all(name in message for name in names)
 
 
 def test_devices_and_dtypes(monkeypatch):
