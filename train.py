@@ -5,11 +5,13 @@ Train a GPT on what prepare.py wrote.
     python train.py config/gpt2.toml --n_layer=6 --out_dir=out-gpt2
     python train.py out/config.toml --resume                     # go on where a run stopped, exactly
     python train.py --init_from=out/best.pt --out_dir=out-mine   # fine-tune
+    torchrun --nproc_per_node=2 train.py --gradient_accumulation_steps=2
 
 writes to out_dir: last.pt (to resume), best.pt (to sample from), log.jsonl, loss.png and config.toml.
 
 Micro-batch i of a run is a function of (seed, i) alone, and so is its dropout. So nothing random needs
-saving, and a resumed run repeats the uninterrupted one to the last bit.
+saving, a resumed run repeats the uninterrupted one to the last bit, and N processes, which share out the
+micro-batches of a step, take the very steps of one.
 
 AdamW             Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101
 WSD               Hu et al. 2024, https://arxiv.org/abs/2404.06395
@@ -20,19 +22,23 @@ Distillation      Hinton et al. 2015, https://arxiv.org/abs/1503.02531
 
 import json
 import math
+import os
 import signal
 import sys
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
 from config import narrow, run, to_toml
@@ -111,6 +117,43 @@ ORDERS = ("resume", "overwrite", "eval_only")  # what to do with a run; the othe
 # of those, what a resumed run may change
 FREE = {"out_dir", "max_iters", "eval_interval", "eval_iters", "eval_sample", "checkpoint_interval",
         "log_interval", "device", "compile"}
+
+
+# ------------------------------------------------------------------------------- processes
+
+def place():
+    """(our number among the processes that torchrun started, how many they are); (0, 1) without it."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def total(numbers, device):
+    """The numbers, each summed over all processes. It waits for the device."""
+    if not dist.is_initialized():
+        return numbers
+    sums = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def say(*words, file=None):
+    if place()[0] == 0:
+        print(*words, file=file)
+
+
+@contextmanager
+def processes(cfg):
+    """Join the processes that torchrun started, if it did: nccl for CUDA, gloo elsewhere."""
+    if not dist.is_torchelastic_launched():
+        yield
+        return
+    dist.init_process_group("nccl" if pick_device(cfg.device).type == "cuda" else "gloo")
+    try:
+        if cfg.gradient_accumulation_steps % place()[1]:
+            raise ValueError(f"gradient_accumulation_steps = {cfg.gradient_accumulation_steps} must be a "
+                             f"multiple of the {place()[1]} processes that share them")
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------- batches
@@ -225,6 +268,8 @@ def make_optimizer(model, cfg):
 # ------------------------------------------------------------------------------- log and curves
 
 def write_log(out_dir, **record):
+    if place()[0]:
+        return
     with open(Path(out_dir, "log.jsonl"), "a", encoding="utf-8") as f:
         f.write(json.dumps(record) + "\n")
 
@@ -292,7 +337,7 @@ class Run:
         return np.memmap(data_path(cfg.data_dir, self.meta, role), dtype or self.meta["dtype"], mode="r")
 
     def train_batch(self, i, cfg):
-        """Micro-batch i, on the device: x and y, (B, T) each."""
+        """Micro-batch i, on the host: x and y, (B, T) each."""
         g, ids = rng(cfg.seed, i), self.file("train", cfg)
         if self.tokenizer.spec.get("pairs"):
             rows = self.file("train_rows", cfg, np.int64)
@@ -301,7 +346,7 @@ class Run:
             x, y = get_batch(ids, cfg.batch_size, cfg.block_size, g)
         if not cfg.causal:
             x, y = mask_tokens(x, self.tokenizer, cfg.mlm_probability, g)
-        return torch.from_numpy(x).to(self.device), torch.from_numpy(y).to(self.device)
+        return torch.from_numpy(x), torch.from_numpy(y)
 
     def val_batches(self, cfg, whole):
         """The whole validation split, or eval_iters batches spread evenly over it: always the same (x, y)."""
@@ -326,6 +371,8 @@ def settings_of(cfg):
 
 def save_last(run, cfg):
     """last.pt: all that is needed to go on, the optimizer's state by the parameters' names."""
+    if place()[0]:
+        return
     names = {p: name for name, p in run.model.named_parameters()}
     save(Path(cfg.out_dir, "last.pt"), run.model, step=run.step, best=run.best, settings=settings_of(cfg),
          tokenizer=run.tokenizer.spec, data=run.meta["files"], scaler=run.scaler.state_dict(),
@@ -361,7 +408,7 @@ def read_last(cfg, meta):
         raise ValueError(f"out_dir = {cfg.out_dir!r} holds this run, stopped at step {last['step']}: go on "
                          "with --resume, or start over with --overwrite")
     if cfg.resume and changed:
-        print("changed since the run began:", "; ".join(changed.values()))
+        say("changed since the run began:", "; ".join(changed.values()))
     return last
 
 
@@ -391,7 +438,7 @@ def build_model(cfg, tokenizer):
     replaced = {name: value for name, value in asdict(model.config).items()
                 if name != "vocab_size" and getattr(cfg, name) != value}
     if replaced:
-        print(f"from {cfg.init_from}:", ", ".join(f"{name} = {value}" for name, value in replaced.items()))
+        say(f"from {cfg.init_from}:", ", ".join(f"{name} = {value}" for name, value in replaced.items()))
     return model
 
 
@@ -450,9 +497,12 @@ def check_data(cfg, meta):
 
 def make_run(cfg, meta, tokenizer):
     device = pick_device(cfg.device)
+    if dist.is_initialized() and device.type == "cuda":  # each process has its own card
+        device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(device)
     dtype = pick_dtype(cfg.dtype, device, otherwise="float16")
     if device.type == "cpu" and dtype == torch.float16:
-        print("warning: float16 is slow on a CPU; --dtype=float32 is meant for it", file=sys.stderr)
+        say("warning: float16 is slow on a CPU; --dtype=float32 is meant for it", file=sys.stderr)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: products of float32 with 10 bits after the point
     tokenizer = tokenizer if cfg.causal else with_mask(tokenizer)
@@ -462,6 +512,8 @@ def make_run(cfg, meta, tokenizer):
     run = Run(model, objective, make_optimizer(model, cfg), scaler, dtype, meta, tokenizer, device)
     if cfg.compile == "true" or cfg.compile == "auto" and device.type == "cuda":
         run.objective = compiled(run, cfg)
+    if dist.is_initialized():
+        run.objective = DDP(run.objective)
     return run
 
 
@@ -470,11 +522,11 @@ def compiled(run, cfg):
     try:
         objective = torch.compile(run.objective)
         with run.amp():
-            objective(*run.train_batch(0, cfg))[0].backward()
+            objective(*(part.to(run.device) for part in run.train_batch(0, cfg)))[0].backward()
         return objective
     except Exception as error:  # a compiler may be missing or fail in many ways; none should stop a run
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
-        print(f"warning: torch.compile does not work here, going on without ({reason})", file=sys.stderr)
+        say(f"warning: torch.compile does not work here, going on without ({reason})", file=sys.stderr)
         return run.objective
     finally:
         run.optimizer.zero_grad(set_to_none=True)
@@ -485,8 +537,9 @@ def describe(run, cfg):
     per_step = cfg.batch_size * cfg.block_size * cfg.gradient_accumulation_steps
     total, tokens = cfg.max_iters * per_step, run.meta["splits"]["train"]["tokens"]
     parameters = run.model.num_params()
-    print(f"device {run.device}, {run.dtype}, {parameters:,} parameters, {per_step:,} tokens a step")
-    print(f"{cfg.max_iters:,} steps read {total:,} tokens, the {tokens:,} of the training split "
+    world = f" × {place()[1]} processes" if place()[1] > 1 else ""
+    say(f"device {run.device}{world}, {run.dtype}, {parameters:,} parameters, {per_step:,} tokens a step")
+    say(f"{cfg.max_iters:,} steps read {total:,} tokens, the {tokens:,} of the training split "
           f"{total / tokens:.2f} times; loss starts near ln V = {math.log(run.model.config.vocab_size):.2f}")
 
 
@@ -496,7 +549,8 @@ def evaluate(run, cfg, whole=False):
     Never smoothed nor distilled. A masked model has its masked loss alone, which is no text's perplexity.
     """
     run.model.eval()
-    found = metrics(*score(run.model, run.val_batches(cfg, whole), run.tokenizer, run.amp()))
+    ours = islice(run.val_batches(cfg, whole), place()[0], None, place()[1])  # each process scores its share
+    found = metrics(*total(score(run.model, ours, run.tokenizer, run.amp()), run.device))
     run.model.train()
     return found if cfg.causal else dict(loss=found["loss"])
 
@@ -508,17 +562,19 @@ def show_metrics(found):
             f"{found['bpb']:.4f} bits per byte")
 
 
-def evaluate_and_keep(run, cfg, bar):
+def evaluate_and_keep(run, cfg):
     """An evaluation while training: into the log and the curves, and best.pt if it is the best so far."""
     found = evaluate(run, cfg)
+    if place()[0]:
+        return
     write_log(cfg.out_dir, step=run.step, **{f"val_{name}": value for name, value in found.items()})
-    bar.write(f"step {run.step}: validation {show_metrics(found)}")
+    tqdm.write(f"step {run.step}: validation {show_metrics(found)}")
     if found["loss"] < run.best:
         run.best = found["loss"]
         save(Path(cfg.out_dir, "best.pt"), run.model, step=run.step, val_loss=run.best,
              tokenizer=run.tokenizer.spec)
     if cfg.eval_sample:
-        bar.write(sample_text(run, cfg))
+        tqdm.write(sample_text(run, cfg))
     plot_log(cfg.out_dir, run.model.config.vocab_size, run.meta["unigram_entropy"], cfg.causal)
 
 
@@ -553,20 +609,24 @@ def stop_signals():
             signal.signal(number, handler)
 
 
-def train_step(run, batches, seeds, lr, grad_clip, bar):
-    """One update from the micro-batches [(x, y), …]: (nats per target, norm of the gradient), 0-d tensors.
+def train_step(run, batches, targets, seeds, lr, grad_clip):
+    """One update from our micro-batches [(x, y), …], where all processes together have so many `targets`.
 
+    Returns nats per target and the norm of the gradient, 0-d tensors, which are the same in every process.
     The scaler multiplies float16's loss, so that small gradients do not vanish, and skips an update whose
     gradients overflow; for other dtypes it does nothing.
     """
-    targets = sum(int((y != IGNORE).sum()) for _, y in batches)
-    total = torch.zeros((), device=run.device)
-    for (x, y), seed in zip(batches, seeds, strict=True):
+    loss = torch.zeros((), device=run.device)
+    for n, ((x, y), seed) in enumerate(zip(batches, seeds, strict=True), 1):
         torch.manual_seed(seed)  # for dropout
+        run.objective.require_backward_grad_sync = n == len(batches)  # DDP: exchange the sum, once
         with run.amp():
-            nats, _ = run.objective(x, y)
-        run.scaler.scale(nats / targets).backward()  # gradients add up
-        total += nats.detach()
+            nats, _ = run.objective(x.to(run.device), y.to(run.device))
+        # gradients add up over micro-batches; over processes DDP takes their mean, where we want the sum
+        run.scaler.scale(nats / targets * place()[1]).backward()
+        loss += nats.detach() / targets
+    if dist.is_initialized():
+        dist.all_reduce(loss)
     run.scaler.unscale_(run.optimizer)  # clipping must see the true gradients
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), grad_clip or math.inf)
     for group in run.optimizer.param_groups:
@@ -576,9 +636,9 @@ def train_step(run, batches, seeds, lr, grad_clip, bar):
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)
     if (now := run.scaler.get_scale()) < scale:
-        bar.write(f"step {run.step + 1}: float16 overflowed, no update; the loss scale is now {now:g}")
+        tqdm.write(f"step {run.step + 1}: float16 overflowed, no update; the loss scale is now {now:g}")
         norm = torch.zeros_like(norm)
-    return total / targets, norm
+    return loss, norm
 
 
 def due(step, interval, cfg):
@@ -590,17 +650,20 @@ def train(run, cfg):
 
     Raises ValueError if loss or gradient stop being finite; last.pt then is from before.
     """
-    A, saved, begun = cfg.gradient_accumulation_steps, run.step, time.perf_counter()
+    A, saved, begun, (rank, world) = cfg.gradient_accumulation_steps, run.step, time.perf_counter(), place()
     lost = torch.zeros((), device=run.device)  # nan from the first loss on that is not finite
     often = 0.5 if sys.stderr.isatty() else 10  # seconds
-    bar = tqdm(total=cfg.max_iters, initial=run.step, unit="step", mininterval=often)
+    bar = tqdm(total=cfg.max_iters, initial=run.step, unit="step", mininterval=often, disable=rank > 0)
     with stop_signals() as asked, bar:
-        clock, counted = time.perf_counter(), run.step
-        while run.step < cfg.max_iters and not asked:
-            micro, lr = range(run.step * A, (run.step + 1) * A), get_lr(run.step, cfg)
+        clock, counted, stop = time.perf_counter(), run.step, 0
+        while run.step < cfg.max_iters:
+            micro, lr = range(run.step * A + rank, (run.step + 1) * A, world), get_lr(run.step, cfg)
             batches = [run.train_batch(i, cfg) for i in micro]
             seeds = [int(rng(cfg.seed, i).integers(2**32)) for i in micro]
-            loss, norm = train_step(run, batches, seeds, lr, cfg.grad_clip, bar)
+            targets, stop = total([sum(int((y != IGNORE).sum()) for _, y in batches), len(asked)], run.device)
+            if stop:  # a signal may reach the processes at different steps: all stop at the same
+                break
+            loss, norm = train_step(run, batches, targets, seeds, lr, cfg.grad_clip)
             run.step += 1
             lost = lost + 0 * loss + 0 * norm
             bar.update()
@@ -621,59 +684,67 @@ def train(run, cfg):
                 save_last(run, cfg)
                 saved = run.step
             if evaluating:
-                evaluate_and_keep(run, cfg, bar)
+                evaluate_and_keep(run, cfg)
             if logging or saving:
                 clock, counted = time.perf_counter(), run.step
-        if asked and saved != run.step:
+        if stop and saved != run.step:
             save_last(run, cfg)
-    return asked[0] if asked else 0
+    return (asked or [signal.SIGTERM])[0] if stop else 0
 
 
 def finish(run, cfg):
     """Score best.pt, and the last weights if they are others, on the whole validation split."""
+    total([0], run.device)  # best.pt is written
     best, _, ckpt = load_trained(Path(cfg.out_dir, "best.pt"), run.device)
     last = run.model
     if ckpt["step"] != run.step:
         found = evaluate(run, cfg, whole=True)
-        print(f"last.pt (step {run.step}) on the whole validation split: {show_metrics(found)}")
+        say(f"last.pt (step {run.step}) on the whole validation split: {show_metrics(found)}")
     run.model = best
     found = evaluate(run, cfg, whole=True)
     run.model = last
     final = {f"final_{name}": value for name, value in found.items()}
     write_log(cfg.out_dir, step=run.step, best_step=ckpt["step"], **final)
-    print(f"best.pt (step {ckpt['step']}) on the whole validation split: {show_metrics(found)}")
-    print(f"write with it: python sample.py --ckpt={Path(cfg.out_dir, 'best.pt').as_posix()}")
+    say(f"best.pt (step {ckpt['step']}) on the whole validation split: {show_metrics(found)}")
+    say(f"write with it: python sample.py --ckpt={Path(cfg.out_dir, 'best.pt').as_posix()}")
 
 
-def start_folder(cfg):
-    """An out_dir without anything of an older run."""
+def start_folder(cfg, keep):
+    """An out_dir with these settings, and of an older run all or nothing."""
     Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
-    for name in "last.pt", "best.pt", "log.jsonl", "loss.png":
+    for name in ("last.pt", "best.pt", "log.jsonl", "loss.png") if not keep else ():
         Path(cfg.out_dir, name).unlink(missing_ok=True)
+    Path(cfg.out_dir, "config.toml").write_text(to_toml(cfg, skip=ORDERS), encoding="utf-8")
 
 
 def main(cfg):
+    with processes(cfg):
+        start(cfg)
+
+
+def start(cfg):
+    """Begin a run, go on with one, or score one, as the settings say."""
     meta, tokenizer = load_data(cfg.data_dir)
     check_data(cfg, meta)
     if cfg.eval_only:
         cfg.init_from = cfg.init_from or str(Path(cfg.out_dir, "best.pt"))
         found = evaluate(make_run(cfg, meta, tokenizer), cfg, whole=True)
-        print(f"{cfg.init_from} on the whole validation split: {show_metrics(found)}")
+        say(f"{cfg.init_from} on the whole validation split: {show_metrics(found)}")
         return
     last = read_last(cfg, meta)
     if last and not cfg.resume:
-        print(f"{cfg.out_dir} holds this run already, finished at step {last['step']}: nothing to do")
+        say(f"{cfg.out_dir} holds this run already, finished at step {last['step']}: nothing to do")
         return
     run = make_run(cfg, meta, tokenizer)
     if last:
         restore(run, last)
-    else:
-        start_folder(cfg)
-    Path(cfg.out_dir, "config.toml").write_text(to_toml(cfg, skip=ORDERS), encoding="utf-8")
+    total([0], run.device)  # all have read what there was
+    if place()[0] == 0:
+        start_folder(cfg, keep=bool(last))
     describe(run, cfg)
     run.model.train()
     if number := train(run, cfg):
-        print(f"stopped at step {run.step}; go on with: python train.py {cfg.out_dir}/config.toml --resume")
+        say(f"stopped at step {run.step}; go on with: python train.py {cfg.out_dir}/config.toml --resume")
         sys.exit(128 + number)
     finish(run, cfg)
 

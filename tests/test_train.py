@@ -286,7 +286,7 @@ def test_tau_squared_keeps_the_gradients_size():
         logits = student.clone().requires_grad_()
         Objective(Fixed(logits), teacher=Fixed(teacher), alpha=1.0, tau=tau)(y, y)[0].backward()
         sizes[tau] = logits.grad.norm().item()
-    assert sizes[2.0] == pytest.approx(sizes[1.0], rel=0.01) == pytest.approx(sizes[5.0], rel=0.01)
+    assert max(sizes.values()) < 1.01 * min(sizes.values()), sizes
 
 
 def test_log_sum_exp():
@@ -407,7 +407,8 @@ def make_run(data, out, **kw):
 
 def one_step(run, cfg, grad_clip=0.0, batches=None):
     batches = batches or [run.train_batch(i, cfg) for i in range(cfg.gradient_accumulation_steps)]
-    return train.train_step(run, batches, range(len(batches)), 1e-2, grad_clip, train.tqdm(disable=True))
+    targets = sum(int((y != IGNORE).sum()) for _, y in batches)
+    return train.train_step(run, batches, targets, range(len(batches)), 1e-2, grad_clip)
 
 
 def test_four_accumulated_batches_are_one_of_four_times_the_size(char_data, tmp_path):
@@ -427,7 +428,7 @@ def test_four_accumulated_batches_are_one_of_four_times_the_size(char_data, tmp_
 def test_gradients_do_not_pile_up(char_data, tmp_path):
     run, cfg = make_run(char_data, tmp_path, learning_rate=0.0)
     batches = [run.train_batch(0, cfg)]
-    norms = [train.train_step(run, batches, [0], 0.0, 0.0, None)[1].item() for _ in range(5)]
+    norms = [train.train_step(run, batches, 64, [0], 0.0, 0.0)[1].item() for _ in range(5)]
     assert norms == [norms[0]] * 5
 
 
@@ -764,6 +765,37 @@ def test_pairs(tmp_path, capsys):
         train.main(config(tmp_path / "data", tmp_path / "b", block_size=8))
     with pytest.raises(ValueError, match="pairs"):
         train.main(config(tmp_path / "data", tmp_path / "b", causal=False))
+
+
+@pytest.mark.parametrize("kind", ["text", "pairs"])
+def test_two_processes_take_the_steps_of_one(char_data, tmp_path, kind):
+    """torchrun with gloo: dropout on, accumulation 4, and for pairs unlike numbers of targets per process."""
+    data = char_data
+    if kind == "pairs":
+        data = tmp_path / "letters"
+        prepare_main(PrepareConfig(["letters"], str(data), "char"))
+    kw = dict(block_size=24, eval_iters=3, dropout=0.1, gradient_accumulation_steps=4, learning_rate=2e-3)
+    words = flags(**TINY | kw, data_dir=data)
+    env = os.environ | dict(OMP_NUM_THREADS="1")
+
+    def torchrun(*words):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        return subprocess.run([*command, "train.py", *words], cwd=ROOT, env=env, capture_output=True,
+                              text=True, encoding="utf-8")
+    one = script(*words, f"--out_dir={tmp_path}/one", env=env)
+    two = torchrun(*words, f"--out_dir={tmp_path}/two")
+    assert one.returncode == two.returncode == 0, two.stderr[-2000:]
+    assert "× 2 processes" in two.stdout and two.stdout.count("best.pt (step") == 1
+    for column in "loss", "grad_norm", "val_loss", "final_loss":
+        (steps, ours), (_, theirs) = (read_log(tmp_path / name, "step", column) for name in ("one", "two"))
+        for step, a, b in zip(steps, ours, theirs, strict=True):
+            assert a == pytest.approx(b, rel=1e-6 if step == 1 else 1e-4), (column, step)
+    ours, theirs = (weights(tmp_path / name / "last.pt") for name in ("one", "two"))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    if kind == "text":
+        bad = torchrun(*words, "--gradient_accumulation_steps=3", f"--out_dir={tmp_path}/bad")
+        assert "gradient_accumulation_steps = 3 must be a multiple of the 2 processes" in bad.stderr
+        assert bad.returncode and not (tmp_path / "bad").exists()
 
 
 # ------------------------------------------------------------------------------- log and curves
