@@ -20,6 +20,7 @@ Label smoothing   Szegedy et al. 2015, https://arxiv.org/abs/1512.00567
 Distillation      Hinton et al. 2015, https://arxiv.org/abs/1503.02531
 """
 
+import gc
 import json
 import math
 import os
@@ -153,6 +154,7 @@ def processes(cfg):
                              f"multiple of the {place()[1]} processes that share them")
         yield
     finally:
+        gc.collect()  # DDP, which refers to itself, holds gloo's threads; they must not outlive Python
         dist.destroy_process_group()
 
 
@@ -424,8 +426,10 @@ def restore(run, last):
 
 # ------------------------------------------------------------------------------- the run
 
-def build_model(cfg, tokenizer):
-    """A new model, or that of init_from. Raises ValueError if its vocabulary does not fit the data's."""
+def build_model(cfg, tokenizer, last):
+    """A new model, that of init_from, or one for the weights of `last`. Raises ValueError for a misfit."""
+    if last:
+        return GPT(GPTConfig(**last["model_config"]))
     if not cfg.init_from:
         if cfg.vocab_size and cfg.vocab_size < tokenizer.vocab_size:
             raise ValueError(f"vocab_size = {cfg.vocab_size} is less than the {tokenizer.vocab_size} tokens "
@@ -495,7 +499,8 @@ def check_data(cfg, meta):
                              f"{cfg.block_size} needs {cfg.block_size + 1}: more text or --block_size={fits}")
 
 
-def make_run(cfg, meta, tokenizer):
+def make_run(cfg, meta, tokenizer, last=None):
+    """All that a run needs, as it begins, or with a checkpoint `last` as it was then."""
     device = pick_device(cfg.device)
     if dist.is_initialized() and device.type == "cuda":  # each process has its own card
         device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
@@ -506,10 +511,12 @@ def make_run(cfg, meta, tokenizer):
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: products of float32 with 10 bits after the point
     tokenizer = tokenizer if cfg.causal else with_mask(tokenizer)
-    model = build_model(cfg, tokenizer).to(device)
+    model = build_model(cfg, tokenizer, last).to(device)
     objective = make_objective(model, cfg, tokenizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = Run(model, objective, make_optimizer(model, cfg), scaler, dtype, meta, tokenizer, device)
+    if last:
+        restore(run, last)
     if cfg.compile == "true" or cfg.compile == "auto" and device.type == "cuda":
         run.objective = compiled(run, cfg)
     if dist.is_initialized():
@@ -735,9 +742,7 @@ def start(cfg):
     if last and not cfg.resume:
         say(f"{cfg.out_dir} holds this run already, finished at step {last['step']}: nothing to do")
         return
-    run = make_run(cfg, meta, tokenizer)
-    if last:
-        restore(run, last)
+    run = make_run(cfg, meta, tokenizer, last)
     total([0], run.device)  # all have read what there was
     if place()[0] == 0:
         start_folder(cfg, keep=bool(last))

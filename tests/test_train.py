@@ -630,7 +630,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_checkpoints(char
         assert ckpt["step"] == 10 and all(p.isfinite().all() for p in model.parameters())
 
 
-def test_fine_tuning_starts_from_the_given_weights(char_data, run_20, tmp_path, capsys):
+def test_fine_tuning_starts_from_the_given_weights(char_data, run_20, tmp_path, capsys, monkeypatch):
     cfg = config(char_data, tmp_path, init_from=str(run_20 / "best.pt"), n_layer=7, block_size=8, max_iters=2,
                  learning_rate=0.0)
     train.main(cfg)
@@ -638,6 +638,11 @@ def test_fine_tuning_starts_from_the_given_weights(char_data, run_20, tmp_path, 
     model, ckpt = load(tmp_path / "last.pt")
     assert model.config.block_size == 8 and same(ckpt["model"], weights(run_20 / "best.pt"))
     assert losses(tmp_path)[1] < losses(run_20)[1] - 0.5
+    cfg = config(char_data, tmp_path, init_from=cfg.init_from, n_layer=7, block_size=8, max_iters=3,
+                 learning_rate=0.0, resume=True)
+    monkeypatch.setattr(train, "load_fitting", None)  # to go on, the first weights are not needed any more
+    train.main(cfg)
+    monkeypatch.undo()
     with pytest.raises(ValueError, match="block_size = 32 is more than the 16"):
         train.main(config(char_data, tmp_path / "b", init_from=str(run_20 / "best.pt"), block_size=32))
     assert not (tmp_path / "b").exists()
