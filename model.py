@@ -95,6 +95,17 @@ class KVCache:
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths = [0] * B
 
+    def keep(self, rows):
+        """Keep these rows, in this order: beam search moves its beams about, and texts end."""
+        self.k, self.v, self.lengths = self.k[:, rows], self.v[:, rows], [self.lengths[b] for b in rows]
+
+    def put(self, rows, other):
+        """Fill the rows with those of another cache, all of one length."""
+        T = max(other.lengths)
+        self.k[:, rows, :, :T], self.v[:, rows, :, :T] = other.k[:, :, :, :T], other.v[:, :, :, :T]
+        for b, length in zip(rows, other.lengths, strict=True):
+            self.lengths[b] = length
+
     def append(self, layer, k, v, pos):
         """Store k and v (B, H, T, D) at the positions pos; return what the layer holds: (B, H, S, D) each."""
         S = max(self.lengths) + k.size(2)

@@ -3,6 +3,7 @@ Write text with a trained model, one token after another.
 
     python sample.py --start="JULIET:" --temperature=0.8 --top_p=0.95
     python sample.py --ckpt=out/best.pt --start=FILE:prompt.txt --num_samples=4 --stop="ROMEO"
+    python sample.py --score="To be, or not to be" --score="To be, to or not be"
     python sample.py --ckpt=out-masked/best.pt --start="To be or [MASK] to be"    # a masked model fills gaps
     echo "reverse stone" | python sample.py --ckpt=out-letters/best.pt --start=-  # a model of pairs answers
 
@@ -12,13 +13,15 @@ Top-k       Fan et al. 2018, https://arxiv.org/abs/1805.04833
 Top-p       Holtzman et al. 2019, https://arxiv.org/abs/1904.09751
 Min-p       Nguyen et al. 2024, https://arxiv.org/abs/2407.01082
 Repetition  Keskar et al. 2019, https://arxiv.org/abs/1909.05858
+Batching    Yu et al. 2022, Orca: A Distributed Serving System for Transformer-Based Generative Models
 """
 
 import codecs
 import math
 import sys
+from collections import defaultdict, deque
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +40,8 @@ IGNORE = -100  # a target that is not scored: PyTorch's own default
 @dataclass
 class SampleConfig:
     ckpt: str = "out/best.pt"  # a checkpoint of train.py
-    start: str = ""  # the prompt; FILE:path reads it from a file, - takes each line of standard input
+    start: str = ""  # the prompt; FILE:path reads it from a file, LINES:path takes each line of one, - each
+    #   line of standard input; empty: start as a document does
     num_samples: int = 1  # texts to write
     max_new_tokens: int = 500  # tokens to write, at most; the text may end before
     temperature: float = 0.8  # divides the logits: below 1 favours likely tokens, 0 takes the likeliest
@@ -45,18 +49,26 @@ class SampleConfig:
     top_p: float = 1.0  # keep the smallest set of tokens that has the probability p; 1: all
     min_p: float = 0.0  # keep tokens at least min_p times as likely as the likeliest; 0: all
     repetition_penalty: float = 1.0  # above 1: tokens that the text already has become less likely
+    num_beams: int = 1  # above 1: beam search for the likeliest text; nothing is random, no filter counts
+    length_penalty: float = 1.0  # beams compare by ln p / length^this: 0 favours short texts, more long ones
+    score: list[str] = field(default_factory=list)  # a text, or FILE:path, to score; several are ranked
+    stride: int = 0  # of --score: new tokens in each window, the rest is context; 0: block_size
+    verbose: bool = False  # of --score: a line for each token
     stop: str = ""  # a text to end before, such as "ROMEO:"
     seed: int = 1337  # the same seed, the same text
+    batch_size: int = 8  # texts written side by side, where there are several
     kv_cache: bool = True  # keep keys and values of the text so far: the same tokens, sooner
     stream: bool = True  # print a single text as it is written
     device: str = "auto"  # auto: cuda, mps or cpu, the first there is
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 where native on cuda
 
     def __post_init__(self):
-        for name in "num_samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p":
-            if getattr(self, name) < (name == "num_samples"):
-                least = "at least 1" if name == "num_samples" else "0 or more"
-                raise ValueError(f"{name} = {getattr(self, name)} must be {least}")
+        for name in "num_samples", "num_beams", "batch_size":
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        for name in "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stride":
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         for name in "top_p", "min_p":
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} = {getattr(self, name)} is a probability: it must be at most 1")
@@ -115,33 +127,129 @@ def next_token(logits, u, seen=None, temperature=1.0, top_k=0, top_p=1.0, min_p=
 
 # ------------------------------------------------------------------------------- generation
 
-@torch.inference_mode()
-def generate(model, idx, max_new_tokens, vocab_size, seed=1337, kv_cache=True, **choice):
-    """Continue the texts idx (B, T): yields ids (B,), the next token of each row, max_new_tokens times.
+@dataclass
+class Row:
+    """A text that is being written, in one row of the batch."""
+    i: int  # the number of its prompt
+    window: list[int]  # the context: what the next token is predicted from
+    left: int  # tokens to write yet
+    stream: np.random.Generator  # its random numbers
+    seen: torch.Tensor  # (V,): which tokens the text has
 
-    Ids from vocab_size on only pad the matrix and are never chosen. Row b draws from the random stream
-    (seed, b), so its text does not depend on the other rows. When the context outgrows block_size its newer
-    half is read anew, with or without cache. `choice` are the settings of next_token.
+
+@torch.inference_mode()
+def generate(model, prompts, max_new_tokens, vocab_size, seed=1337, kv_cache=True, batch_size=8,
+             ended=lambda i: False, **choice):
+    """Continue the prompts, lists of ids of any lengths: yields (i, id), the next token of prompt i.
+
+    batch_size texts are written side by side. One that has max_new_tokens, or whose ended(i) is true, makes
+    room for a waiting prompt (continuous batching). Text i draws from the random stream (seed, i), so it does
+    not depend on its neighbours. When a context outgrows block_size its newer half is read anew, with or
+    without cache. Ids from vocab_size on only pad the matrix and are never chosen. `choice` are the settings
+    of next_token.
     """
-    B, size = len(idx), model.config.block_size
-    streams = [np.random.default_rng((seed, b)) for b in range(B)]
-    cache = KVCache(model.config, B, idx.device, model.lm_head.weight.dtype) if kv_cache else None
-    seen = torch.zeros(B, vocab_size, dtype=torch.bool, device=idx.device).scatter_(1, idx, True)
-    window = idx[:, -size:]  # the context, of which the cache has read the first part
-    for _ in range(max_new_tokens):
+    size, device = model.config.block_size, model.lm_head.weight.device
+    waiting, rows = deque(enumerate(prompts)), []
+    B = min(batch_size, len(waiting))
+    cache = KVCache(model.config, B, device, model.lm_head.weight.dtype) if kv_cache else None
+
+    def start(i, ids):
+        seen = torch.zeros(vocab_size, dtype=torch.bool)
+        seen[ids] = True
+        return Row(i, list(ids[-size:]), max_new_tokens, np.random.default_rng((seed, i)), seen)
+
+    rows = [start(*waiting.popleft()) for _ in range(B)]
+    while rows:
+        for b, row in enumerate(rows):
+            while (not row.left or ended(row.i)) and waiting:
+                rows[b] = row = start(*waiting.popleft())
+                if cache:
+                    cache.lengths[b] = 0
+        alive = [b for b, row in enumerate(rows) if row.left and not ended(row.i)]
+        if len(alive) < len(rows):
+            rows = [rows[b] for b in alive]
+            if cache:
+                cache.keep(alive)
+            continue
+        logits = next_logits(model, rows, cache, device)[:, :vocab_size].float()  # (B, V)
+        if device.type == "mps":  # which has no float64
+            logits = logits.cpu()
+        u = torch.tensor([row.stream.random() for row in rows], dtype=torch.float64, device=logits.device)
+        seen = torch.stack([row.seen for row in rows]).to(logits.device)
+        for b, token in enumerate(next_token(logits, u, seen, **choice).tolist()):
+            row = rows[b]
+            row.left, row.seen[token] = row.left - 1, True
+            row.window.append(token)
+            if len(row.window) > size:
+                row.window = row.window[-max(size // 2, 1):]
+                if cache:
+                    cache.lengths[b] = 0
+            yield row.i, token
+
+
+def next_logits(model, rows, cache, device):
+    """The logits behind the windows of the rows: (B, V). All but the last token of each may be in the cache.
+
+    What is missing there is read first, rows of one length together; then all rows decode one token together.
+    """
+    if not cache:
+        return torch.cat([model.head(model.hidden(torch.tensor([row.window], device=device))[:, -1])
+                          for row in rows])
+    unread = defaultdict(list)
+    for b, row in enumerate(rows):
+        if cache.lengths[b] < len(row.window) - 1:
+            unread[len(row.window) - 1].append(b)
+    for T, group in unread.items():
+        new = KVCache(model.config, len(group), device, cache.k.dtype, size=T)
+        model.hidden(torch.tensor([rows[b].window[:T] for b in group], device=device), new)
+        cache.put(group, new)
+    last = torch.tensor([[row.window[-1]] for row in rows], device=device)  # (B, 1)
+    return model.head(model.hidden(last, cache)[:, -1])
+
+
+@torch.inference_mode()
+def beam_search(model, ids, max_new_tokens, vocab_size, num_beams=4, length_penalty=1.0, end=None,
+                kv_cache=True):
+    """The likeliest continuations of ids that K = num_beams beams find: [(score, ids), …], the best first.
+
+    score = Σ ln p / n^length_penalty over the n tokens written, the token `end` included.
+    Of the 2K best continuations of the beams, those that end are kept in a pool if they are
+    among the first K; the K best others go on, until none of them can come to more than the pool has.
+    """
+    K, size, pool = num_beams, model.config.block_size, []
+    device = model.lm_head.weight.device
+    cache = KVCache(model.config, 1, device, model.lm_head.weight.dtype) if kv_cache else None
+    window = torch.tensor([ids[-size:]], device=device)  # (beams, T); the first step has one beam
+    beams, sums = [[]], torch.zeros(1, device=device)
+    for n in range(1, max_new_tokens + 1):
         new = window[:, cache.lengths[0]:] if cache else window
-        logits = model.head(model.hidden(new, cache)[:, -1])[:, :vocab_size].float()  # (B, V)
-        if logits.device.type == "mps":  # which has no float64
-            logits, seen = logits.cpu(), seen.cpu()
-        u = torch.tensor([stream.random() for stream in streams], dtype=torch.float64, device=logits.device)
-        token = next_token(logits, u, seen, **choice)
-        yield token
-        seen.scatter_(1, token[:, None], True)
-        window = torch.cat((window, token[:, None].to(idx.device)), dim=1)
+        logits = model.head(model.hidden(new, cache)[:, -1])[:, :vocab_size]
+        sums = (sums[:, None] + F.log_softmax(logits.float(), dim=-1)).flatten()  # (beams · V,)
+        best, places = sums.topk(min(2 * K, len(sums)))
+        found = [(total, place // logits.size(1), place % logits.size(1))
+                 for total, place in zip(best.tolist(), places.tolist(), strict=True)]
+        ends = [token == end or n == max_new_tokens for _, _, token in found]
+        pool += [(total / n ** length_penalty, [*beams[parent], token])
+                 for (total, parent, token), ended in zip(found[:K], ends, strict=False) if ended]
+        pool = sorted(pool, key=lambda pair: -pair[0])[:K]
+        alive = [candidate for candidate, ended in zip(found, ends, strict=True) if not ended][:K]
+        if not alive:
+            break
+        longest = max_new_tokens if length_penalty > 0 else n  # where the sum counts least
+        if len(pool) == K and alive[0][0] / longest ** length_penalty <= pool[-1][0]:
+            break
+        sums = torch.tensor([total for total, _, _ in alive], device=device)
+        parents = [parent for _, parent, _ in alive]
+        beams = [[*beams[parent], token] for _, parent, token in alive]
+        last = torch.tensor([beam[-1:] for beam in beams], device=device)  # (beams, 1)
+        window = torch.cat((window[parents], last), dim=1)
+        if cache:
+            cache.keep(parents)
         if window.size(1) > size:
             window = window[:, -max(size // 2, 1):]
             if cache:
-                cache.lengths = [0] * B
+                cache.lengths = [0] * len(beams)
+    return pool
 
 
 class TextStream:
@@ -288,91 +396,147 @@ def prompt_ids(text, tokenizer):
     return ids or start or ([tokenizer.tokens.index(b"\n")] if b"\n" in tokenizer.tokens else [0])
 
 
-def write(steps, prompt, tokenizer, cfg):
-    """Print the texts, whose tokens (B,) `steps` yields: a single one as it grows, several at the end."""
-    streams = [TextStream(tokenizer, cfg.stop) for _ in range(cfg.num_samples)]
-    live = cfg.stream and cfg.num_samples == 1
-    out = [prompt] * cfg.num_samples
+def write(steps, heads, streams, cfg):
+    """Print the texts that begin with `heads`: a single one as it grows, several in order, once done."""
+    live = cfg.stream and len(heads) == 1
+    texts, counts, shown = list(heads), [0] * len(heads), 0
 
-    def add(b, text):
-        out[b] += text
+    def add(i, text):
+        texts[i] += text
         if live:
             print(text, end="", flush=True)
 
     if live:
-        print(prompt, end="", flush=True)
+        print(heads[0], end="", flush=True)
     try:
-        for tokens in tqdm(steps, "tokens", cfg.max_new_tokens, disable=live):
-            for b, token in enumerate(tokens.tolist()):
-                add(b, streams[b].feed(token))
-            if all(stream.done for stream in streams):
-                break
+        for i, token in tqdm(steps, "tokens", len(heads) * cfg.max_new_tokens, disable=live):
+            add(i, streams[i].feed(token))
+            counts[i] += 1
+            while not live and shown < len(heads) and (streams[shown].done
+                                                       or counts[shown] == cfg.max_new_tokens):
+                add(shown, streams[shown].finish())
+                show(texts[shown], len(heads))
+                shown += 1
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
-    for b, stream in enumerate(streams):
-        add(b, stream.finish())
-        show("" if live else out[b], cfg)
+    for i in range(shown, len(heads)):
+        add(i, streams[i].finish())
+        show("" if live else texts[i], len(heads))
 
 
-def show(text, cfg):
+def show(text, several):
     print(text)
-    if cfg.num_samples > 1:
+    if several > 1:
         print("-" * 15)
 
 
-def write_reversed(steps, ids, tokenizer, cfg):
-    """Print texts that a model of reversed text wrote from their ends to their starts."""
-    rows = [[] for _ in range(cfg.num_samples)]
-    for tokens in tqdm(steps, "tokens", cfg.max_new_tokens):
-        for row, token in zip(rows, tokens.tolist(), strict=True):
-            row.append(token)
-    for row in rows:
-        row = row[:row.index(tokenizer.eot)] if tokenizer.eot in row else row
-        show(tokenizer.decode([i for i in (ids + row)[::-1] if i != tokenizer.eot]), cfg)
+def written(ids, prompt, tokenizer):
+    """A whole text from the ids behind a prompt, of which the last may be end-of-text."""
+    if tokenizer.spec.get("reverse"):
+        return tokenizer.decode(i for i in (prompt_ids(prompt, tokenizer) + ids)[::-1] if i != tokenizer.eot)
+    return head(prompt, tokenizer) + tokenizer.decode(i for i in ids if i != tokenizer.eot)
+
+
+def head(prompt, tokenizer):
+    """What is printed of a prompt: nothing where the model answers, or writes from the end to the start."""
+    return "" if tokenizer.spec.get("pairs") or tokenizer.spec.get("reverse") else prompt
+
+
+def read_text(text):
+    return Path(text[5:]).read_text(encoding="utf-8") if text.startswith("FILE:") else text
 
 
 def prompts(start):
-    """The texts to continue: one, or with - each line of standard input."""
-    if start == "-":
-        return (line.rstrip("\n") for line in sys.stdin)
-    return [Path(start[5:]).read_text(encoding="utf-8") if start.startswith("FILE:") else start]
+    """The texts to continue, as a list of lists that are written one after another."""
+    if start == "-":  # line by line, as they come
+        return ([line.rstrip("\n")] for line in sys.stdin)
+    if start.startswith("LINES:"):
+        return [Path(start[6:]).read_text(encoding="utf-8").splitlines()]
+    return [[read_text(start)]]
 
 
-def respond(model, tokenizer, prompt, cfg, device):
-    """Write cfg.num_samples texts that go on from, or fill the gaps of, a prompt."""
+def respond(model, tokenizer, texts, cfg):
+    """Write cfg.num_samples texts that go on from each of the texts, or fill their gaps."""
     choice = {name: getattr(cfg, name) for name in
               ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")}
-    ids = prompt_ids(prompt, tokenizer)
-    idx = torch.tensor([ids] * cfg.num_samples, device=device)  # (B, T)
+    texts = [text for text in texts for _ in range(cfg.num_samples)]
+    several, device = len(texts), model.lm_head.weight.device
+    ids = [prompt_ids(text, tokenizer) for text in texts]
     if not model.config.causal:
-        if len(ids) > model.config.block_size:
-            raise ValueError(f"start has {len(ids)} tokens, but block_size = {model.config.block_size}")
-        if cfg.num_samples == 1:  # one text: the likeliest
+        if cfg.num_samples == 1:  # the likeliest
             choice["temperature"] = 0
-        for row in fill(model, idx, tokenizer.special[MASK], **choice).tolist():
-            show(tokenizer.decode(row), cfg)
-        return
-    steps = generate(model, idx, cfg.max_new_tokens, tokenizer.vocab_size, kv_cache=cfg.kv_cache, **choice)
-    if tokenizer.spec.get("reverse"):
-        write_reversed(steps, ids, tokenizer, cfg)
+        for row in ids:
+            if len(row) > model.config.block_size:
+                raise ValueError(f"start has {len(row)} tokens, but block_size = {model.config.block_size}")
+        for i, row in enumerate(ids):
+            choice["seed"] = cfg.seed + i
+            filled = fill(model, torch.tensor([row], device=device), tokenizer.special[MASK], **choice)[0]
+            show(tokenizer.decode(filled.tolist()), several)
+    elif cfg.num_beams > 1:
+        for text, row in zip(texts, ids, strict=True):
+            found = beam_search(model, row, cfg.max_new_tokens, tokenizer.vocab_size, cfg.num_beams,
+                                cfg.length_penalty, tokenizer.eot, cfg.kv_cache)
+            show(written(found[0][1] if found else [], text, tokenizer), several)
     else:
-        write(steps, "" if tokenizer.spec.get("pairs") else prompt, tokenizer, cfg)
+        streams = [TextStream(tokenizer, cfg.stop) for _ in texts]
+        steps = generate(model, ids, cfg.max_new_tokens, tokenizer.vocab_size, kv_cache=cfg.kv_cache,
+                         batch_size=cfg.batch_size, ended=lambda i: streams[i].done, **choice)
+        if tokenizer.spec.get("reverse"):  # nothing can be shown before the end, which is the start
+            rows = [[] for _ in texts]
+            for i, token in tqdm(steps, "tokens", several * cfg.max_new_tokens):
+                rows[i].append(token)
+                streams[i].feed(token)
+            for text, row in zip(texts, rows, strict=True):
+                show(written(row, text, tokenizer), several)
+        else:
+            write(steps, [head(text, tokenizer) for text in texts], streams, cfg)
+
+
+def score_texts(model, tokenizer, cfg):
+    """Print how probable the texts of cfg.score are, the most probable per token first."""
+    lines = []
+    for text in map(read_text, cfg.score):
+        ids = np.array(prompt_ids(text, tokenizer) if text else [])
+        if len(ids) < 2:
+            raise ValueError(f"score = {text!r} has {len(ids)} tokens, of which the first is not predicted: "
+                             "give at least two")
+        batches = list(windows(ids, model.config.block_size, stride=cfg.stride))
+        sums = score(model, batches, tokenizer)
+        found = metrics(*sums)
+        lines.append((found["loss"], f"ln p {-sums[0]:.4f}, {sums[1]} tokens, {found['loss']:.4f} nats per "
+                      f"token, PPL {found['ppl']:.2f}, {found['bpb']:.4f} bits per byte {text[:50]!r}"))
+        if cfg.verbose:
+            print_tokens(model, batches, tokenizer)
+    for _, line in sorted(lines):
+        print(line)
+
+
+@torch.inference_mode()
+def print_tokens(model, batches, tokenizer):
+    """A line for each scored token: -ln p, p and its text."""
+    for x, y in batches:
+        logp = model(torch.from_numpy(x).to(model.lm_head.weight.device)).float().log_softmax(dim=-1).cpu()
+        for b, t in zip(*np.nonzero(y != IGNORE), strict=True):
+            value = logp[b, t, y[b, t]].item()
+            print(f"{-value:8.4f} {math.exp(value):8.4f}  {tokenizer.decode([y[b, t]])!r}")
 
 
 def main(cfg):
     device = pick_device(cfg.device)
     model, tokenizer, ckpt = load_trained(cfg.ckpt, device)
-    if not model.config.causal and not (cfg.start == "-" or MASK in "".join(prompts(cfg.start))):
+    masked = not model.config.causal
+    if masked and (cfg.score or cfg.start != "-" and MASK not in "".join(sum(prompts(cfg.start), []))):
         raise ValueError(f"{cfg.ckpt} is a masked model: it fills gaps, as in --start='a {MASK} b', and "
-                         "cannot continue a text")
+                         "cannot continue or score a text")
     model.eval().to(pick_dtype(cfg.dtype, device))
-    loss = ckpt.get("val_loss", math.nan)
-    what = "loss" if model.config.causal else "masked loss"
+    loss, what = ckpt.get("val_loss", math.nan), "masked loss" if masked else "loss"
     print(f"{cfg.ckpt}: step {ckpt.get('step')}, val {what} {loss:.4f} nats per token, "
           f"tokenizer {tokenizer.spec['kind']} with {tokenizer.vocab_size:,} tokens, "
           f"{model.num_params():,} parameters, on {device}", file=sys.stderr)
-    for prompt in prompts(cfg.start):
-        respond(model, tokenizer, prompt, cfg, device)
+    if cfg.score:
+        return score_texts(model, tokenizer, cfg)
+    for texts in prompts(cfg.start):
+        respond(model, tokenizer, texts, cfg)
 
 
 if __name__ == "__main__":

@@ -588,10 +588,10 @@ def evaluate_and_keep(run, cfg):
 def sample_text(run, cfg):
     """A text as sample.py would write it."""
     run.model.eval()
-    idx = torch.tensor([prompt_ids("", run.tokenizer)], device=run.device)  # (1, 1)
-    stream = TextStream(run.tokenizer)
-    tokens = generate(run.model, idx, cfg.eval_sample, run.tokenizer.vocab_size, cfg.seed, temperature=0.8)
-    text = "".join(stream.feed(token.item()) for token in tokens)
+    stream, prompt = TextStream(run.tokenizer), prompt_ids("", run.tokenizer)
+    V = run.tokenizer.vocab_size
+    steps = generate(run.model, [prompt], cfg.eval_sample, V, cfg.seed, temperature=0.8)
+    text = "".join(stream.feed(token) for _, token in steps)
     run.model.train()
     return text + stream.finish()
 

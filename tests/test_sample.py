@@ -1,5 +1,6 @@
 """sample.py: filters against their definitions and transformers', generation, streams, the command."""
 
+import itertools
 import math
 import os
 import signal
@@ -17,10 +18,10 @@ from hypothesis import strategies as st
 import prepare
 import sample
 import train
-from model import GPT, GPTConfig, save
+from model import GPT, GPTConfig, save, save_hf
 from prepare import EOT, MASK, Tokenizer, load_data
-from sample import (TextStream, fill, generate, keep_min_p, keep_top_k, keep_top_p, next_token, penalize,
-                    prompt_ids)
+from sample import (TextStream, beam_search, fill, generate, keep_min_p, keep_top_k, keep_top_p, next_token,
+                    penalize, prompt_ids, windows)
 
 ROOT = Path(__file__).parent.parent
 GPT2 = dict(pos_emb="learned", norm="layernorm", norm_embd=False, qk_norm=False, activation="gelu", bias=True,
@@ -145,7 +146,11 @@ def test_a_ruled_out_token_is_never_drawn():
 # ------------------------------------------------------------------------------- generation
 
 def run(model, idx, n, V=29, **kw):
-    return torch.stack(list(generate(model, idx, n, V, **kw)), dim=1)
+    """The tokens written behind each of the prompts, (B, n)."""
+    out = [[] for _ in idx]
+    for i, token in generate(model, [list(map(int, row)) for row in idx], n, V, **kw):
+        out[i].append(token)
+    return torch.tensor(out)
 
 
 @pytest.mark.parametrize("parts", [{}, GPT2, dict(tie_weights=True), dict(pos_emb="learned")], ids=str)
@@ -199,6 +204,165 @@ def test_the_penalty_counts_the_prompt_and_what_was_written():
     text = run(model, torch.tensor([[1, 2, 3]]), 5, V=8, temperature=0, repetition_penalty=1e9)[0].tolist()
     positive_ruled_out = len(set(text + [1, 2, 3]))
     assert positive_ruled_out == 8, "a penalty this high writes every token before it repeats one"
+
+
+@pytest.mark.parametrize("parts", [{}, GPT2], ids=str)
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_prompts_of_unlike_length_together_are_each_alone(parts, batch_size):
+    """Sixteen prompts of 1 to 30 tokens, the longer ones beyond the context, through fewer rows."""
+    model, g = make(**parts), np.random.default_rng(0)
+    prompts = [g.integers(29, size=n).tolist() for n in g.integers(1, 30, size=16)]
+    for choice in dict(temperature=0), dict(temperature=1.0), dict(repetition_penalty=1.3):
+        together = [[] for _ in prompts]
+        for i, token in generate(model, prompts, 20, 29, batch_size=batch_size, **choice):
+            together[i].append(token)
+        for i, prompt in enumerate(prompts):
+            if choice.get("temperature") == 0:
+                assert together[i] == run(model, [prompt], 20, **choice)[0].tolist(), i
+        pairs = list(generate(model, prompts, 20, 29, batch_size=batch_size, kv_cache=False, **choice))
+        assert together == [[token for j, token in pairs if j == i] for i in range(16)]
+
+
+def test_a_text_that_ended_makes_room_for_the_next():
+    """40 prompts through 8 rows: each stops at its own length, never are more than 8 under way."""
+    model, counts, open_texts, most = make(), [0] * 40, set(), 0
+    wanted = np.random.default_rng(1).integers(1, 9, size=40)
+    prompts = [[i % 29] for i in range(40)]
+    for i, _ in generate(model, prompts, 50, 29, ended=lambda i: counts[i] >= wanted[i]):
+        counts[i] += 1
+        open_texts.add(i)
+        open_texts -= {j for j in open_texts if counts[j] >= wanted[j] and j != i}
+        most = max(most, len(open_texts))
+    assert counts == wanted.tolist() and most <= 8
+    assert list(generate(model, [[1], [2]], 0, 29)) == [] and list(generate(model, [], 5, 29)) == []
+
+
+# ------------------------------------------------------------------------------- beams
+
+def exhaustive(model, ids, n, V, end, length_penalty):
+    """All continuations of up to n tokens, scored by the definition: [(score, ids), …], the best first."""
+    found = []
+
+    def grow(written, total):
+        logp = model(torch.tensor([ids + written]))[0, -1, :V].log_softmax(-1)
+        for token in range(V):
+            text, value = [*written, token], total + logp[token].item()
+            if token == end or len(text) == n:
+                found.append((value / len(text) ** length_penalty, text))
+            else:
+                grow(text, value)
+    with torch.no_grad():
+        grow([], 0.0)
+    return sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("end", [2, None])
+def test_beams_enough_for_all_are_exhaustive_search(length_penalty, end):
+    model = make(V=5)
+    expected = exhaustive(model, [1, 3], 3, 4, end, length_penalty)
+    for cache in True, False:
+        found = beam_search(model, [1, 3], 3, 4, 64, length_penalty, end, cache)
+        assert [text for _, text in found[:10]] == [text for _, text in expected[:10]]
+        assert found[0][0] == pytest.approx(expected[0][0], abs=1e-5)
+
+
+def test_one_beam_is_greedy_and_more_find_what_is_likelier():
+    model = make()
+    for start in range(5):
+        greedy = run(model, [[start]], 20, temperature=0)[0].tolist()
+        [(score, text)] = beam_search(model, [start], 20, 29, num_beams=1)
+        assert text == greedy
+        assert beam_search(model, [start], 20, 29, num_beams=8)[0][0] >= score - 1e-6
+        on, off = (beam_search(model, [start], 20, 29, 3, kv_cache=cache)[0] for cache in (True, False))
+        assert on[1] == off[1] and on[0] == pytest.approx(off[0], abs=1e-5)
+
+
+class Chain(torch.nn.Module):
+    """A model whose next token depends on the last one only, by a table of probabilities."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.config = GPTConfig(block_size=16, vocab_size=len(table), n_layer=1, n_head=1, n_embd=2)
+        self.lm_head = torch.nn.Linear(1, 1)
+        self.logits = torch.tensor(table).log()
+
+    def hidden(self, idx, cache=None):
+        return self.logits[idx]
+
+    def head(self, x):
+        return x
+
+
+def test_beams_rank_as_by_hand():
+    """Token 2 ends. From 0: end at once with p = 0.4, or 1 (0.6), which ends (0.55) or goes on with 1 (0.45).
+
+    ln p: [2] -0.916; [1, 2] ln 0.33 = -1.109; [1, 1, 2] ln 0.1485 = -1.907. Length penalty 0: as they are, so
+    [2]. 1: -0.916, -0.554, -0.636, so [1, 2]. 2: -0.916, -0.277, -0.212, so [1, 1, 2].
+    """
+    model = Chain([[1e-9, 0.6, 0.4], [1e-9, 0.45, 0.55], [1 / 3, 1 / 3, 1 / 3]])
+    for penalty, text, score in (0.0, [2], -0.9163), (1.0, [1, 2], -0.5543), (2.0, [1, 1, 2], -0.2119):
+        found = beam_search(model, [0], 3, 3, 4, penalty, end=2, kv_cache=False)
+        assert found[0][1] == text and found[0][0] == pytest.approx(score, abs=1e-4)
+
+
+@pytest.mark.parametrize("parts", [{}, GPT2], ids=str)
+def test_beams_equal_transformers(tmp_path, parts):
+    import transformers
+    model = make(V=29, block_size=32, zero_init=False, **parts).float()
+    save_hf(tmp_path, model)
+    name = "GPT2LMHeadModel" if parts else "NanoChatForCausalLM"
+    theirs = getattr(transformers, name).from_pretrained(tmp_path).eval()
+    g, ended = np.random.default_rng(0), 0
+    for n in range(24):
+        prompt, K, penalty = g.integers(29, size=1 + n % 5).tolist(), 2 + n % 3, [0.0, 0.6, 1.0, 2.0][n % 4]
+        end = beam_search(model, prompt, 12, 29, K, penalty)[0][1][n % 6]  # a token that does come
+        out = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, num_beams=K, do_sample=False,
+                              attention_mask=torch.ones(1, len(prompt)), eos_token_id=end, pad_token_id=0,
+                              length_penalty=penalty, early_stopping="never")
+        expected = out[0, len(prompt):].tolist()
+        expected = expected[:expected.index(end) + 1] if end in expected else expected
+        assert beam_search(model, prompt, 12, 29, K, penalty, end)[0][1] == expected, n
+        ended += len(expected) < 12
+    assert ended >= 5, "some texts must end before the limit"
+
+
+# ------------------------------------------------------------------------------- scores
+
+def test_the_probabilities_of_all_strings_sum_to_one():
+    model = make(V=5)
+    total = 0.0
+    for string in itertools.product(range(5), repeat=3):
+        ids = np.array([0, *string])
+        total += math.exp(-sample.score(model, windows(ids, 12), Tokenizer(dict(kind="byte", special={})))[0])
+    assert total == pytest.approx(1, abs=1e-6)
+
+
+def test_the_command_scores_and_ranks(trained):
+    end = command(trained, "--score=ANNA:\nThe river.", "--score=xqzj#k wvq", "--stride=4", "--verbose")
+    *table, first, second = end.stdout.splitlines()
+    assert "'ANNA:" in first and "xqzj" in second and "bits per byte" in first and len(table) > 8
+    model, tokenizer, _ = sample.load_trained(trained / "out/best.pt")
+    ids = tokenizer.encode("ANNA:\nThe river.")
+    logp = model.eval()(torch.tensor(ids[None].astype(np.int64)))[0].log_softmax(-1)
+    total = sum(logp[t, ids[t + 1]].item() for t in range(len(ids) - 1))
+    assert f"ln p {total:.4f}, {len(ids) - 1} tokens" in first
+    shown = sum(float(line.split()[0]) for line in table[:len(ids) - 1])
+    assert shown == pytest.approx(-total, abs=1e-3)
+
+
+def test_lines_come_out_in_their_order(trained, tmp_path):
+    (tmp_path / "p.txt").write_text("\n".join(f"ANNA {i}" for i in range(11)), encoding="utf-8")
+    words = [f"--start=LINES:{tmp_path}/p.txt", "--max_new_tokens=30", "--temperature=0"]
+    end = command(trained, *words, "--batch_size=4", "--stop=:")
+    texts = end.stdout.split("-" * 15 + "\n")[:-1]
+    assert [text[:len(f"ANNA {i}")] for i, text in enumerate(texts)] == [f"ANNA {i}" for i in range(11)]
+    alone = command(trained, "--start=ANNA 3", *words[1:], "--stop=:").stdout
+    assert texts[3].rstrip("\n") == alone.rstrip("\n")
+    words = ["--start=ANNA", "--num_beams=3", "--max_new_tokens=10"]
+    beams = command(trained, *words)
+    assert beams.returncode == 0 and beams.stdout.startswith("ANNA")
+    assert beams.stdout == command(trained, *words, "--kv_cache=false", "--seed=9").stdout
 
 
 # ------------------------------------------------------------------------------- streams
@@ -314,7 +478,8 @@ def test_any_locale_will_do(trained):
 @pytest.mark.parametrize("words, names", [
     (["--temperature=-1"], ["temperature = -1.0"]), (["--top_k=-1"], ["top_k = -1"]),
     (["--top_p=1.5"], ["top_p = 1.5"]), (["--min_p=2"], ["min_p = 2.0"]),
-    (["--num_samples=0"], ["num_samples = 0"]),
+    (["--num_samples=0"], ["num_samples = 0"]), (["--num_beams=0"], ["num_beams = 0"]),
+    (["--score=a"], ["score", "at least two"]),
     (["--repetition_penalty=0"], ["repetition_penalty = 0.0"]),
     (["--ckpt=no.pt"], ["no.pt", "out/best.pt"]),
     (["--ckpt=foreign.pt"], ["foreign.pt is damaged"]), (["--ckpt=bare.pt"], ["bare.pt", "no tokenizer"]),
