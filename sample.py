@@ -42,7 +42,7 @@ class SampleConfig:
     ckpt: str = "out/best.pt"  # a checkpoint of train.py
     start: str = ""  # the prompt; FILE:path reads it from a file, LINES:path takes each line of one, - each
     #   line of standard input; empty: start as a document does
-    num_samples: int = 1  # texts to write
+    num_samples: int = 1  # texts to write, of each prompt
     max_new_tokens: int = 500  # tokens to write, at most; the text may end before
     temperature: float = 0.8  # divides the logits: below 1 favours likely tokens, 0 takes the likeliest
     top_k: int = 0  # keep the k likeliest tokens; 0: all
@@ -149,9 +149,9 @@ def generate(model, prompts, max_new_tokens, vocab_size, seed=1337, kv_cache=Tru
     of next_token.
     """
     size, device = model.config.block_size, model.lm_head.weight.device
-    waiting, rows = deque(enumerate(prompts)), []
-    B = min(batch_size, len(waiting))
-    cache = KVCache(model.config, B, device, model.lm_head.weight.dtype) if kv_cache else None
+    waiting = deque(enumerate(prompts))
+    B, longest = min(batch_size, len(prompts)), max(map(len, prompts), default=0) + max_new_tokens
+    cache = KVCache(model.config, B, device, model.lm_head.weight.dtype, longest) if kv_cache else None
 
     def start(i, ids):
         seen = torch.zeros(vocab_size, dtype=torch.bool)
@@ -218,7 +218,8 @@ def beam_search(model, ids, max_new_tokens, vocab_size, num_beams=4, length_pena
     """
     K, size, pool = num_beams, model.config.block_size, []
     device = model.lm_head.weight.device
-    cache = KVCache(model.config, 1, device, model.lm_head.weight.dtype) if kv_cache else None
+    longest = len(ids) + max_new_tokens
+    cache = KVCache(model.config, 1, device, model.lm_head.weight.dtype, longest) if kv_cache else None
     window = torch.tensor([ids[-size:]], device=device)  # (beams, T); the first step has one beam
     beams, sums = [[]], torch.zeros(1, device=device)
     for n in range(1, max_new_tokens + 1):
@@ -235,8 +236,8 @@ def beam_search(model, ids, max_new_tokens, vocab_size, num_beams=4, length_pena
         alive = [candidate for candidate, ended in zip(found, ends, strict=True) if not ended][:K]
         if not alive:
             break
-        longest = max_new_tokens if length_penalty > 0 else n  # where the sum counts least
-        if len(pool) == K and alive[0][0] / longest ** length_penalty <= pool[-1][0]:
+        length = max_new_tokens if length_penalty > 0 else n  # where the sum counts least
+        if len(pool) == K and alive[0][0] / length ** length_penalty <= pool[-1][0]:
             break
         sums = torch.tensor([total for total, _, _ in alive], device=device)
         parents = [parent for _, parent, _ in alive]
