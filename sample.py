@@ -66,7 +66,7 @@ class SampleConfig:
         for name in "num_samples", "num_beams", "batch_size":
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        for name in "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stride":
+        for name in "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stride", "seed":
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         for name in "top_p", "min_p":
@@ -443,8 +443,15 @@ def head(prompt, tokenizer):
     return "" if tokenizer.spec.get("pairs") or tokenizer.spec.get("reverse") else prompt
 
 
+def read_file(path):
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text") from None
+
+
 def read_text(text):
-    return Path(text[5:]).read_text(encoding="utf-8") if text.startswith("FILE:") else text
+    return read_file(text[5:]) if text.startswith("FILE:") else text
 
 
 def prompts(start):
@@ -452,7 +459,7 @@ def prompts(start):
     if start == "-":  # line by line, as they come
         return ([line.rstrip("\n")] for line in sys.stdin)
     if start.startswith("LINES:"):
-        return [Path(start[6:]).read_text(encoding="utf-8").splitlines()]
+        return [read_file(start[6:]).splitlines()]
     return [[read_text(start)]]
 
 
@@ -526,9 +533,13 @@ def main(cfg):
     device = pick_device(cfg.device)
     model, tokenizer, ckpt = load_trained(cfg.ckpt, device)
     masked = not model.config.causal
-    if masked and (cfg.score or cfg.start != "-" and MASK not in "".join(sum(prompts(cfg.start), []))):
+    gaps = cfg.start != "-" and MASK in "".join(sum(prompts(cfg.start), []))
+    if masked and (cfg.score or not gaps and cfg.start != "-"):
         raise ValueError(f"{cfg.ckpt} is a masked model: it fills gaps, as in --start='a {MASK} b', and "
                          "cannot continue or score a text")
+    if gaps and not masked:
+        raise ValueError(f"{cfg.ckpt} is a causal model: it continues a text and fills no {MASK}; train one "
+                         "that does with causal = false")
     model.eval().to(pick_dtype(cfg.dtype, device))
     loss, what = ckpt.get("val_loss", math.nan), "masked loss" if masked else "loss"
     print(f"{cfg.ckpt}: step {ckpt.get('step')}, val {what} {loss:.4f} nats per token, "

@@ -542,12 +542,12 @@ def compiled(run, cfg):
 def describe(run, cfg):
     """Print what is going to happen."""
     per_step = cfg.batch_size * cfg.block_size * cfg.gradient_accumulation_steps
-    total, tokens = cfg.max_iters * per_step, run.meta["splits"]["train"]["tokens"]
+    read, tokens = cfg.max_iters * per_step, run.meta["splits"]["train"]["tokens"]
     parameters = run.model.num_params()
     world = f" × {place()[1]} processes" if place()[1] > 1 else ""
     say(f"device {run.device}{world}, {run.dtype}, {parameters:,} parameters, {per_step:,} tokens a step")
-    say(f"{cfg.max_iters:,} steps read {total:,} tokens, the {tokens:,} of the training split "
-          f"{total / tokens:.2f} times; loss starts near ln V = {math.log(run.model.config.vocab_size):.2f}")
+    say(f"{cfg.max_iters:,} steps read {read:,} tokens, the {tokens:,} of the training split "
+        f"{read / tokens:.2f} times; loss starts near ln V = {math.log(run.model.config.vocab_size):.2f}")
 
 
 def evaluate(run, cfg, whole=False):
@@ -630,8 +630,8 @@ def train_step(run, batches, targets, seeds, lr, grad_clip):
         with run.amp():
             nats, _ = run.objective(x.to(run.device), y.to(run.device))
         # gradients add up over micro-batches; over processes DDP takes their mean, where we want the sum
-        run.scaler.scale(nats / targets * place()[1]).backward()
-        loss += nats.detach() / targets
+        run.scaler.scale(nats / max(targets, 1) * place()[1]).backward()
+        loss += nats.detach() / max(targets, 1)
     if dist.is_initialized():
         dist.all_reduce(loss)
     run.scaler.unscale_(run.optimizer)  # clipping must see the true gradients

@@ -1,10 +1,12 @@
 """What several test files need: a small text that is ours, and data sets made from it."""
 
 import random
+import sys
 
 import pytest
 
 import prepare
+from config import run
 
 NAMES = ["ANNA", "BRUNO", "CLARA", "DAVID"]
 WORDS = ("the a my your this that old new green small river stone garden window letter bread morning light "
@@ -42,3 +44,23 @@ def bpe_data(tmp_path_factory, text):
     (folder / "play.txt").write_text(text, encoding="utf-8", newline="")
     prepare.main(prepare.PrepareConfig([str(folder / "play.txt")], str(folder), "bpe", 300))
     return folder
+
+
+@pytest.fixture
+def mistake(monkeypatch, capsys):
+    """mistake(main, cls, words, folder): the one line on standard error that a script ends with, exit code 2.
+
+    As if it were started in that folder with these words, but in this process, where torch is loaded already.
+    """
+    def start(main, cls, words, folder):
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["script.py", *words])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            run(main, cls)
+        out, err = capsys.readouterr()
+        assert end.value.code == 2 and "Traceback" not in err and out == ""
+        message = err.splitlines()[-1]
+        assert message.startswith("error: ")
+        return message, err
+    return start

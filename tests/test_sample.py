@@ -479,23 +479,22 @@ def test_any_locale_will_do(trained):
     (["--temperature=-1"], ["temperature = -1.0"]), (["--top_k=-1"], ["top_k = -1"]),
     (["--top_p=1.5"], ["top_p = 1.5"]), (["--min_p=2"], ["min_p = 2.0"]),
     (["--num_samples=0"], ["num_samples = 0"]), (["--num_beams=0"], ["num_beams = 0"]),
-    (["--score=a"], ["score", "at least two"]),
+    (["--score=a"], ["score", "at least two"]), ([f"--start=a {MASK} b"], ["is a causal model", MASK]),
     (["--repetition_penalty=0"], ["repetition_penalty = 0.0"]),
     (["--ckpt=no.pt"], ["no.pt", "out/best.pt"]),
+    (["--start=FILE:foreign.pt"], ["foreign.pt is not UTF-8 text"]), (["--seed=-1"], ["seed = -1"]),
     (["--ckpt=foreign.pt"], ["foreign.pt is damaged"]), (["--ckpt=bare.pt"], ["bare.pt", "no tokenizer"]),
     (["--ckpt=char.pt", "--start=abé"], ["'é'"]), (["--start=FILE:nowhere.txt"], ["nowhere.txt"]),
     (["--top_k=none"], ["top_k", "0 switches it off"]),
 ])
-def test_a_mistake_is_one_line(trained, words, names):
-    (trained / "foreign.pt").write_bytes(b"hello")
+def test_a_mistake_is_one_line(trained, mistake, words, names):
+    (trained / "foreign.pt").write_bytes(b"hello \xff")
     small = dict(n_layer=1, n_head=1, n_embd=8)
     char = dict(kind="char", chars="abc", special={})
     save(trained / "bare.pt", GPT(GPTConfig(**small)))
     save(trained / "char.pt", GPT(GPTConfig(vocab_size=3, **small)), tokenizer=char)
-    end = command(trained, *words)
-    assert end.returncode == 2 and "Traceback" not in end.stderr and end.stdout == ""
-    message = end.stderr.splitlines()[-1]
-    assert message.startswith("error: ") and all(name in message for name in names), message
+    message, _ = mistake(sample.main, sample.SampleConfig, words, trained)
+    assert all(name in message for name in names), message
 
 
 # ------------------------------------------------------------------------------- other layouts of the data
@@ -564,10 +563,9 @@ def test_reversed_text_is_printed_the_right_way_round(others):
     (["--ckpt=out-masked/best.pt", "--start=no gap"], ["out-masked/best.pt is a masked model", MASK]),
     (["--ckpt=out-masked/best.pt", f"--start={MASK * 40}"], ["start has 40 tokens", "block_size = 32"]),
 ])
-def test_what_a_masked_model_cannot_do(others, words, names):
-    end = command(others, *words)
-    message = end.stderr.splitlines()[-1]
-    assert end.returncode == 2 and message.startswith("error: ") and all(name in message for name in names)
+def test_what_a_masked_model_cannot_do(others, mistake, words, names):
+    message, _ = mistake(sample.main, sample.SampleConfig, words, others)
+    assert all(name in message for name in names), message
 
 
 def test_devices_and_dtypes(monkeypatch):

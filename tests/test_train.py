@@ -301,6 +301,17 @@ def test_log_sum_exp():
         assert loss == pytest.approx(expected - z[2].item(), abs=1e-4)
 
 
+def test_three_ways_to_write_cross_entropy():
+    torch.manual_seed(0)
+    z, y = torch.randn(1, 20, 9), torch.randint(9, (1, 20))
+    ours = mean(Objective(Fixed(z)), y, y)
+    logp, flat = z[0].log_softmax(dim=-1), y[0]
+    assert F.nll_loss(logp, flat) == F.cross_entropy(z[0], flat) == pytest.approx(ours, rel=1e-6)
+    assert -logp[range(20), flat].mean().item() == pytest.approx(ours, rel=1e-6)
+    by_lse = (z[0].logsumexp(dim=1) - z[0][range(20), flat]).mean()
+    assert by_lse.item() == pytest.approx(ours, rel=1e-6)
+
+
 def test_perplexity_of_the_perfect_and_of_the_uniform_model():
     y = torch.tensor([[3, 1, 4]])
     sure = Fixed(200.0 * F.one_hot(y, 9).float())
@@ -845,7 +856,7 @@ def test_curves_of_any_log(tmp_path, lines):
     (["--eval_only"], ["best.pt does not exist"]),
     (["--data_dir=small", "--block_size=3", "--out_dir=file"], ["file"]),
 ])
-def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, char_data, words, names):
+def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, char_data, mistake, words, names):
     (tmp_path / "bad_key.toml").write_text("n_layr = 4", encoding="utf-8")
     (tmp_path / "broken.toml").write_text("n_layer = = 4", encoding="utf-8")
     (tmp_path / "foreign.pt").write_bytes(b"hello")
@@ -854,11 +865,15 @@ def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, char_data, words, na
     prepare_main(PrepareConfig([str(tmp_path / "40.txt")], str(tmp_path / "small"), "byte"))
     before = sorted(tmp_path.rglob("*"))
     defaults = [] if any("data_dir" in word for word in words) else [f"--data_dir={char_data}"]
-    end = script("--block_size=64", *defaults, *words, cwd=tmp_path)
-    assert end.returncode == 2 and "Traceback" not in end.stderr, end.stderr
-    message = end.stderr.splitlines()[-1]
-    assert message.startswith("error: ") and all(name in message for name in names), message
-    assert len(end.stderr.splitlines()) == 1 and sorted(tmp_path.rglob("*")) == before
+    message, err = mistake(train.main, TrainConfig, ["--block_size=64", *defaults, *words], tmp_path)
+    assert all(name in message for name in names), message
+    assert len(err.splitlines()) == 1 and sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_mistake_in_a_real_process(tmp_path):
+    end = script("--n_layr=4", cwd=tmp_path)
+    assert (end.returncode, end.stdout) == (2, "")
+    assert end.stderr == "error: there is no setting 'n_layr'; did you mean --n_layer?\n"
 
 
 def test_help_names_every_setting():
