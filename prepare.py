@@ -537,6 +537,15 @@ def write_ids(cfg, sources, tokenizer, paths):
     """Write {split: path}; returns {split: IdFile} and how often each id occurs in training, (V,)."""
     dtype = id_dtype(tokenizer.vocab_size)
     files = {split: IdFile(path, dtype) for split, path in paths.items()}
+    try:
+        return files, fill_files(cfg, sources, tokenizer, files)
+    finally:  # Windows deletes and renames no file that is open
+        for out in files.values():
+            out.f.close()
+
+
+def fill_files(cfg, sources, tokenizer, files):
+    """The loop of write_ids; returns the counts."""
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     for split, starts, text in read(sources, cfg.val_fraction, "tokens"):
         ids, out = tokenizer.encode(text), files[split]
@@ -560,8 +569,8 @@ def write_ids(cfg, sources, tokenizer, paths):
             raise ValueError("bos and reverse are for documents; pairs start with their prompts")
         out.close()
         if cfg.reverse:
-            reverse_file(out.f.name, dtype)
-    return files, counts
+            reverse_file(out.f.name, out.dtype)
+    return counts
 
 
 def reverse_file(path, dtype):

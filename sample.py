@@ -476,10 +476,10 @@ def respond(model, tokenizer, texts, cfg):
         for row in ids:
             if len(row) > model.config.block_size:
                 raise ValueError(f"start has {len(row)} tokens, but block_size = {model.config.block_size}")
-        for i, row in enumerate(ids):
-            choice["seed"] = cfg.seed + i
-            filled = fill(model, torch.tensor([row], device=device), tokenizer.special[MASK], **choice)[0]
-            show(tokenizer.decode(filled.tolist()), several)
+        for i in range(0, several, cfg.num_samples):  # the samples of one text together
+            idx = torch.tensor(ids[i:i + cfg.num_samples], device=device)  # (B, T)
+            for row in fill(model, idx, tokenizer.special[MASK], **choice).tolist():
+                show(tokenizer.decode(row), several)
     elif cfg.num_beams > 1:
         for text, row in zip(texts, ids, strict=True):
             found = beam_search(model, row, cfg.max_new_tokens, tokenizer.vocab_size, cfg.num_beams,

@@ -136,9 +136,10 @@ def total(numbers, device):
     return sums.tolist()
 
 
-def say(*words, file=None):
+def say(text, file=None):
+    """Print it once, whatever the number of processes, and above the progress bar."""
     if place()[0] == 0:
-        print(*words, file=file)
+        tqdm.write(text, file=file or sys.stdout)
 
 
 @contextmanager
@@ -376,7 +377,7 @@ def save_last(run, cfg):
     if place()[0]:
         return
     names = {p: name for name, p in run.model.named_parameters()}
-    save(Path(cfg.out_dir, "last.pt"), run.model, step=run.step, best=run.best, settings=settings_of(cfg),
+    save(Path(cfg.out_dir, "last.pt"), run.model, step=run.step, settings=settings_of(cfg),
          tokenizer=run.tokenizer.spec, data=run.meta["files"], scaler=run.scaler.state_dict(),
          optimizer={names[p]: state for p, state in run.optimizer.state.items()})
 
@@ -410,18 +411,20 @@ def read_last(cfg, meta):
         raise ValueError(f"out_dir = {cfg.out_dir!r} holds this run, stopped at step {last['step']}: go on "
                          "with --resume, or start over with --overwrite")
     if cfg.resume and changed:
-        say("changed since the run began:", "; ".join(changed.values()))
+        say("changed since the run began: " + "; ".join(changed.values()))
     return last
 
 
-def restore(run, last):
+def restore(run, cfg, last):
     """Put a run back where save_last left it. Nothing random needs restoring."""
     run.model.load_state_dict(last["model"])
     params = dict(run.model.named_parameters())
     for name, state in last["optimizer"].items():
         run.optimizer.state[params[name]] = {key: value.to(run.device) for key, value in state.items()}
     run.scaler.load_state_dict(last["scaler"])
-    run.step, run.best = last["step"], last["best"]
+    run.step = last["step"]
+    if (best := Path(cfg.out_dir, "best.pt")).exists():  # later than last.pt: its step's evaluation
+        run.best = load_trained(best)[2]["val_loss"]
 
 
 # ------------------------------------------------------------------------------- the run
@@ -442,7 +445,8 @@ def build_model(cfg, tokenizer, last):
     replaced = {name: value for name, value in asdict(model.config).items()
                 if name != "vocab_size" and getattr(cfg, name) != value}
     if replaced:
-        say(f"from {cfg.init_from}:", ", ".join(f"{name} = {value}" for name, value in replaced.items()))
+        settings = ", ".join(f"{name} = {value}" for name, value in replaced.items())
+        say(f"from {cfg.init_from}: {settings}")
     return model
 
 
@@ -516,7 +520,7 @@ def make_run(cfg, meta, tokenizer, last=None):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = Run(model, objective, make_optimizer(model, cfg), scaler, dtype, meta, tokenizer, device)
     if last:
-        restore(run, last)
+        restore(run, cfg, last)
     if cfg.compile == "true" or cfg.compile == "auto" and device.type == "cuda":
         run.objective = compiled(run, cfg)
     if dist.is_initialized():
@@ -572,12 +576,12 @@ def show_metrics(found):
 def evaluate_and_keep(run, cfg):
     """An evaluation while training: into the log and the curves, and best.pt if it is the best so far."""
     found = evaluate(run, cfg)
+    better, run.best = found["loss"] < run.best, min(found["loss"], run.best)  # the same in every process
     if place()[0]:
         return
     write_log(cfg.out_dir, step=run.step, **{f"val_{name}": value for name, value in found.items()})
     tqdm.write(f"step {run.step}: validation {show_metrics(found)}")
-    if found["loss"] < run.best:
-        run.best = found["loss"]
+    if better:
         save(Path(cfg.out_dir, "best.pt"), run.model, step=run.step, val_loss=run.best,
              tokenizer=run.tokenizer.spec)
     if cfg.eval_sample:
@@ -643,7 +647,7 @@ def train_step(run, batches, targets, seeds, lr, grad_clip):
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)
     if (now := run.scaler.get_scale()) < scale:
-        tqdm.write(f"step {run.step + 1}: float16 overflowed, no update; the loss scale is now {now:g}")
+        say(f"step {run.step + 1}: float16 overflowed, no update; the loss scale is now {now:g}")
         norm = torch.zeros_like(norm)
     return loss, norm
 
@@ -701,6 +705,8 @@ def train(run, cfg):
 
 def finish(run, cfg):
     """Score best.pt, and the last weights if they are others, on the whole validation split."""
+    if run.best == math.inf:  # the only evaluation was interrupted after last.pt was saved
+        evaluate_and_keep(run, cfg)
     total([0], run.device)  # best.pt is written
     best, _, ckpt = load_trained(Path(cfg.out_dir, "best.pt"), run.device)
     last = run.model

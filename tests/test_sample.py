@@ -523,6 +523,8 @@ def test_a_masked_model_fills_its_gaps(others):
     many = command(others, ckpt, start, "--num_samples=8", "--temperature=2").stdout
     many = many.split("-" * 15 + "\n")[:-1]
     assert len(many) == 8 and len(set(many)) > 1 and all(text.endswith(" stone.\n") for text in many)
+    other = command(others, ckpt, start, "--num_samples=8", "--temperature=2", "--seed=1338").stdout
+    assert set(other.split("-" * 15 + "\n")[:-1]) != set(many), "the next seed is no shift of this one"
 
 
 @torch.no_grad()

@@ -287,6 +287,11 @@ def test_tau_squared_keeps_the_gradients_size():
         Objective(Fixed(logits), teacher=Fixed(teacher), alpha=1.0, tau=tau)(y, y)[0].backward()
         sizes[tau] = logits.grad.norm().item()
     assert max(sizes.values()) < 1.01 * min(sizes.values()), sizes
+    for tau in 2.0, 5.0:
+        logits = student.clone().requires_grad_()
+        F.kl_div((logits / tau).log_softmax(-1), (teacher / tau).log_softmax(-1), reduction="sum",
+                 log_target=True).backward()
+        assert logits.grad.norm().item() == pytest.approx(sizes[1.0] / tau ** 2, rel=0.02)
 
 
 def test_log_sum_exp():
@@ -536,7 +541,8 @@ def test_kill_and_resume_is_the_uninterrupted_run(char_data, tmp_path, dtype):
     end = script(str(out / "config.toml"), "--resume")
     assert end.returncode == 0, end.stderr
     assert losses(out) == losses(tmp_path / "whole")
-    assert same(weights(out / "last.pt"), weights(tmp_path / "whole/last.pt"))
+    for name in "last.pt", "best.pt":
+        assert same(weights(out / name), weights(tmp_path / "whole" / name))
     ours, theirs = load(out / "last.pt")[1], load(tmp_path / "whole/last.pt")[1]
     assert ours["scaler"] == theirs["scaler"] and bool(ours["scaler"]) == (dtype == "float16")
     assert all(same(ours["optimizer"][name], theirs["optimizer"][name]) for name in ours["model"])
@@ -556,6 +562,33 @@ def test_best_and_last_are_kept_apart(char_data, tmp_path, monkeypatch):
     assert load(tmp_path / "best.pt")[1]["step"] == 4 and load(tmp_path / "last.pt")[1]["step"] == 6
 
 
+def test_a_resumed_run_knows_what_was_best(char_data, tmp_path, monkeypatch):
+    """Steps 2, 4 | 6, 8 with a stop between: the lowest loss, of step 2, stays in best.pt."""
+    found = iter([1.0, 2.0, 9.0, 9.0, 3.0, 2.5, 9.0, 9.0])
+    monkeypatch.setattr(train, "evaluate", lambda *_, **kw: dict(loss=next(found), ppl=1.0, bpb=1.0))
+    for max_iters, resume in (4, False), (8, True):
+        train.main(config(char_data, tmp_path, max_iters=max_iters, eval_interval=2, resume=resume))
+        assert load(tmp_path / "best.pt")[1]["step"] == 2
+    assert load(tmp_path / "last.pt")[1]["step"] == 8
+
+
+def test_best_survives_a_kill_at_its_own_step(char_data, tmp_path, monkeypatch):
+    """Killed behind the first evaluation, whose loss last.pt, saved before it, cannot know."""
+    losses, write = iter([1.0, 5.0, 9.0, 9.0]), train.write_log
+    monkeypatch.setattr(train, "evaluate", lambda *_, **kw: dict(loss=next(losses), ppl=1.0, bpb=1.0))
+
+    def killed(out_dir, **record):
+        write(out_dir, **record)
+        if record["step"] == 3:
+            raise KeyboardInterrupt
+    monkeypatch.setattr(train, "write_log", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train.main(config(char_data, tmp_path, max_iters=4, eval_interval=2))
+    monkeypatch.setattr(train, "write_log", write)
+    train.main(config(char_data, tmp_path, max_iters=4, eval_interval=2, resume=True))
+    assert load(tmp_path / "best.pt")[1]["step"] == 2 and load(tmp_path / "last.pt")[1]["step"] == 4
+
+
 def test_a_failing_evaluation_loses_nothing(char_data, tmp_path, monkeypatch):
     def fail(*args, **kw):
         raise RuntimeError("disk on fire")
@@ -563,6 +596,9 @@ def test_a_failing_evaluation_loses_nothing(char_data, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError):
         train.main(config(char_data, tmp_path, max_iters=5))
     assert load(tmp_path / "last.pt")[1]["step"] == 5
+    monkeypatch.undo()
+    train.main(config(char_data, tmp_path, max_iters=5, resume=True))
+    assert load(tmp_path / "best.pt")[1]["step"] == 5 and read_log(tmp_path, "final_loss")[0]
 
 
 def test_a_finished_run_says_so_and_other_runs_are_not_overwritten(char_data, run_20, capsys):
