@@ -27,6 +27,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
@@ -35,6 +36,9 @@ from model import KVCache, load
 from prepare import MASK, Tokenizer, ask
 
 IGNORE = -100  # a target that is not scored: PyTorch's own default
+
+
+BEAMS_LEAVE_OUT = dict(num_samples=1, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop="")
 
 
 @dataclass
@@ -49,7 +53,7 @@ class SampleConfig:
     top_p: float = 1.0  # keep the smallest set of tokens that has the probability p; 1: all
     min_p: float = 0.0  # keep tokens at least min_p times as likely as the likeliest; 0: all
     repetition_penalty: float = 1.0  # above 1: tokens that the text already has become less likely
-    num_beams: int = 1  # above 1: beam search for the likeliest text; nothing is random, no filter counts
+    num_beams: int = 1  # above 1: beam search for the likeliest text; nothing is random, nothing filtered
     length_penalty: float = 1.0  # beams compare by ln p / length^this: 0 favours short texts, more long ones
     score: list[str] = field(default_factory=list)  # a text, or FILE:path, to score; several are ranked
     stride: int = 0  # of --score: new tokens in each window, the rest is context; 0: block_size
@@ -57,6 +61,7 @@ class SampleConfig:
     stop: str = ""  # a text to end before, such as "ROMEO:"
     seed: int = 1337  # the same seed, the same text
     batch_size: int = 8  # texts written side by side, where there are several
+    quantize: Literal["", "int8", "int4"] = ""  # weights of 8 or 4 bits: less memory, faster on a CPU
     kv_cache: bool = True  # keep keys and values of the text so far: the same tokens, sooner
     stream: bool = True  # print a single text as it is written
     device: str = "auto"  # auto: cuda, mps or cpu, the first there is
@@ -74,6 +79,10 @@ class SampleConfig:
                 raise ValueError(f"{name} = {getattr(self, name)} is a probability: it must be at most 1")
         if self.repetition_penalty <= 0:
             raise ValueError(f"repetition_penalty = {self.repetition_penalty} must be above 0; 1: no penalty")
+        for name, off in BEAMS_LEAVE_OUT.items():
+            if self.num_beams > 1 and getattr(self, name) != off:
+                raise ValueError(f"{name} = {getattr(self, name)!r} has no part in a beam search: leave it out, "
+                                 f"or num_beams = {self.num_beams}")
 
 
 # ------------------------------------------------------------------------------- filters
@@ -148,10 +157,9 @@ def generate(model, prompts, max_new_tokens, vocab_size, seed=1337, kv_cache=Tru
     without cache. Ids from vocab_size on only pad the matrix and are never chosen. `choice` are the settings
     of next_token.
     """
-    size, device = model.config.block_size, model.lm_head.weight.device
-    waiting = deque(enumerate(prompts))
+    size, any_weight, waiting = model.config.block_size, next(model.parameters()), deque(enumerate(prompts))
     B, longest = min(batch_size, len(prompts)), max(map(len, prompts), default=0) + max_new_tokens
-    cache = KVCache(model.config, B, device, model.lm_head.weight.dtype, longest) if kv_cache else None
+    cache = KVCache(model.config, B, any_weight.device, any_weight.dtype, longest) if kv_cache else None
 
     def start(i, ids):
         seen = torch.zeros(vocab_size, dtype=torch.bool)
@@ -171,8 +179,8 @@ def generate(model, prompts, max_new_tokens, vocab_size, seed=1337, kv_cache=Tru
             if cache:
                 cache.keep(alive)
             continue
-        logits = next_logits(model, rows, cache, device)[:, :vocab_size].float()  # (B, V)
-        if device.type == "mps":  # which has no float64
+        logits = next_logits(model, rows, cache, any_weight.device)[:, :vocab_size].float()  # (B, V)
+        if any_weight.device.type == "mps":  # which has no float64
             logits = logits.cpu()
         u = torch.tensor([row.stream.random() for row in rows], dtype=torch.float64, device=logits.device)
         seen = torch.stack([row.seen for row in rows]).to(logits.device)
@@ -217,9 +225,9 @@ def beam_search(model, ids, max_new_tokens, vocab_size, num_beams=4, length_pena
     among the first K; the K best others go on, until none of them can come to more than the pool has.
     """
     K, size, pool = num_beams, model.config.block_size, []
-    device = model.lm_head.weight.device
-    longest = len(ids) + max_new_tokens
-    cache = KVCache(model.config, 1, device, model.lm_head.weight.dtype, longest) if kv_cache else None
+    any_weight, longest = next(model.parameters()), len(ids) + max_new_tokens
+    device = any_weight.device
+    cache = KVCache(model.config, 1, device, any_weight.dtype, longest) if kv_cache else None
     window = torch.tensor([ids[-size:]], device=device)  # (beams, T); the first step has one beam
     beams, sums = [[]], torch.zeros(1, device=device)
     for n in range(1, max_new_tokens + 1):
@@ -303,6 +311,101 @@ def fill(model, idx, mask_id, seed=1337, **choice):
     return idx
 
 
+# ------------------------------------------------------------------------------- small weights
+# A step of generation reads every weight once, and that takes its time: smaller weights, faster text.
+
+class SmallLinear(nn.Module):
+    """y = x Wᵀ + b. Up to `few` rows of x go through the kernel, which wants bfloat16; more rows are worth
+    unpacking the weights, for one large product."""
+
+    def forward(self, x):
+        rows = x.reshape(-1, x.size(-1))
+        if not self.kernel or len(rows) > self.few:
+            return F.linear(x, self.weight().type_as(x), self.bias)
+        y = self.product(rows.bfloat16()).type_as(x).view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+
+class Int8Linear(SmallLinear):
+    """A Linear with 8 bits a weight: w ≈ scale · q, with one scale for each output.
+
+    scale = max |w| / 127, q = round(w / scale): no weight is off by more than half a step, scale / 2.
+    """
+    few = 32
+
+    def __init__(self, linear, kernel):
+        super().__init__()
+        w = linear.weight.float()  # (out, in)
+        # bfloat16 is off by at most one part in 2⁸, and 127 · (1 + 2⁻⁸) < 127.5 is still rounded to 127
+        self.register_buffer("scale", (w.abs().amax(dim=1) / 127).clamp(min=1e-30).bfloat16())  # (out,)
+        self.register_buffer("q", (w / self.scale.float()[:, None]).round().to(torch.int8))  # (out, in)
+        self.bias, self.kernel = linear.bias, kernel
+
+    def weight(self):
+        return self.scale.float()[:, None] * self.q
+
+    def product(self, rows):
+        return torch._weight_int8pack_mm(rows, self.q, self.scale)
+
+
+class Int4Linear(SmallLinear):
+    """A Linear with 4 bits a weight, two weights to a byte: w ≈ scale · (q - 8) + zero, q in 0 … 15.
+
+    Each `group` of neighbours in a row has a scale and a zero: its least weight becomes q = 0, its greatest
+    q = 15. With 16 bits for each of the two that makes 4 + 32 / group bits a weight.
+    """
+    few = math.inf  # the kernel's order of the weights is its own
+
+    def __init__(self, linear, kernel, group=64):
+        super().__init__()
+        self.bias, self.kernel, self.group, self.out = linear.bias, kernel, group, linear.out_features
+        rows = -self.out % 16 if kernel else 0  # the kernel takes outputs by the 16
+        w = F.pad(linear.weight.float(), (0, 0, 0, rows)).unflatten(1, (-1, group))  # (out, groups, group)
+        least, most = w.aminmax(dim=2, keepdim=True)
+        scale = ((most - least) / 15).clamp(min=1e-30).bfloat16()
+        zero = (least + 8 * scale.float()).bfloat16()
+        q = ((w - zero.float()) / scale.float() + 8).round().clamp(0, 15).flatten(1).to(torch.uint8)
+        self.register_buffer("scale_zero", torch.cat((scale, zero), dim=2).transpose(0, 1).contiguous())
+        self.register_buffer("q", torch._convert_weight_to_int4pack_for_cpu(q.int(), 1) if kernel else
+                             q[:, ::2] | q[:, 1::2] << 4)  # (out, in / 2)
+
+    def weight(self):
+        q = torch.stack((self.q & 15, self.q >> 4), dim=2).flatten(1).unflatten(1, (-1, self.group))
+        scale, zero = self.scale_zero.float().transpose(0, 1).split(1, dim=2)  # (out, groups, 1) each
+        return (scale * (q.float() - 8) + zero).flatten(1)
+
+    def product(self, rows):
+        return torch._weight_int4pack_mm_for_cpu(rows, self.q, self.group, self.scale_zero)[:, :self.out]
+
+
+SMALL = dict(int8=(Int8Linear, "_weight_int8pack_mm"), int4=(Int4Linear, "_weight_int4pack_mm_for_cpu"))
+
+
+def quantize(model, kind, dtype=torch.float32, packed=True):
+    """Give a float32 model's Linears small weights, int8 or int4, in place; the rest of it becomes dtype.
+
+    Embeddings stay as they are, a tied one too: looking a row up reads no more than that row. Returns whether
+    torch's kernels do the products of few rows; elsewhere, or unless `packed`, each product unpacks the
+    weights. Raises ValueError for a model whose rows int4 cannot cut into groups of 64.
+    """
+    small, kernel = SMALL[kind]
+    if kind == "int4" and model.config.n_embd % 64:
+        raise ValueError(f"quantize = int4 takes groups of 64 weights, but n_embd = {model.config.n_embd} "
+                         "is no multiple of 64; --quantize=int8 takes any")
+    packed = packed and next(model.parameters()).device.type == "cpu" and hasattr(torch, kernel)
+    new = {name: small(linear, packed) for name, linear in model.named_modules()
+           if isinstance(linear, nn.Linear)}
+    model.to(dtype)
+    for name, module in new.items():
+        model.set_submodule(name, module)
+    return packed
+
+
+def megabytes(model):
+    """What the weights take, a tied matrix counted once."""
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers())) / 1e6
+
+
 # ------------------------------------------------------------------------------- scoring
 
 def windows(ids, size, batch_size=32, stride=0, max_windows=0):
@@ -330,7 +433,7 @@ def windows(ids, size, batch_size=32, stride=0, max_windows=0):
 @torch.inference_mode()
 def score(model, batches, tokenizer, amp=None):
     """(nats, tokens, bytes), summed over the targets of the batches. Bytes are those of the raw text."""
-    device, nats, tokens, num_bytes = model.lm_head.weight.device, 0.0, 0, 0
+    device, nats, tokens, num_bytes = next(model.parameters()).device, 0.0, 0, 0
     for x, y in batches:
         with amp or nullcontext():
             logits = model(torch.from_numpy(x).to(device)).float()  # (B, T, V)
@@ -468,7 +571,7 @@ def respond(model, tokenizer, texts, cfg):
     choice = {name: getattr(cfg, name) for name in
               ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")}
     texts = [text for text in texts for _ in range(cfg.num_samples)]
-    several, device = len(texts), model.lm_head.weight.device
+    several, device = len(texts), next(model.parameters()).device
     ids = [prompt_ids(text, tokenizer) for text in texts]
     if not model.config.causal:
         if cfg.num_samples == 1:  # the likeliest
@@ -523,10 +626,23 @@ def score_texts(model, tokenizer, cfg):
 def print_tokens(model, batches, tokenizer):
     """A line for each scored token: -ln p, p and its text."""
     for x, y in batches:
-        logp = model(torch.from_numpy(x).to(model.lm_head.weight.device)).float().log_softmax(dim=-1).cpu()
+        logits = model(torch.from_numpy(x).to(next(model.parameters()).device))
+        logp = logits.float().log_softmax(dim=-1).cpu()
         for b, t in zip(*np.nonzero(y != IGNORE), strict=True):
             value = logp[b, t, y[b, t]].item()
             print(f"{-value:8.4f} {math.exp(value):8.4f}  {tokenizer.decode([y[b, t]])!r}")
+
+
+def shrink(model, quantized, dtype):
+    """Bring the model to the size it is asked for, and say what came of it."""
+    before = megabytes(model)
+    if not quantized:
+        model.to(dtype)
+        return
+    packed = quantize(model, quantized, dtype)
+    way = "torch's packed kernel" if packed else "unpacking for each product, which saves memory, not time"
+    print(f"{quantized} weights: {megabytes(model):.1f} MB, which were {before:.1f} MB; through {way}",
+          file=sys.stderr)
 
 
 def main(cfg):
@@ -540,11 +656,12 @@ def main(cfg):
     if gaps and not masked:
         raise ValueError(f"{cfg.ckpt} is a causal model: it continues a text and fills no {MASK}; train one "
                          "that does with causal = false")
-    model.eval().to(pick_dtype(cfg.dtype, device))
+    model.eval()
     loss, what = ckpt.get("val_loss", math.nan), "masked loss" if masked else "loss"
     print(f"{cfg.ckpt}: step {ckpt.get('step')}, val {what} {loss:.4f} nats per token, "
           f"tokenizer {tokenizer.spec['kind']} with {tokenizer.vocab_size:,} tokens, "
           f"{model.num_params():,} parameters, on {device}", file=sys.stderr)
+    shrink(model, cfg.quantize, pick_dtype(cfg.dtype, device))
     if cfg.score:
         return score_texts(model, tokenizer, cfg)
     for texts in prompts(cfg.start):

@@ -123,7 +123,8 @@ def check(name, value, kinds, where=""):
     else:  # not isinstance: True is an int in Python, and no layer count
         good = type(value) is kind and (kind is not float or math.isfinite(value))
     if not good:
-        off = "; 0 switches it off" if str(value).lower() in ("none", "null", "off") else ""
+        off = "" if str(value).lower() not in ("none", "null", "off") else (
+            f"; --{name}= switches it off" if "" in choices else "; 0 switches it off")
         raise ValueError(f"{name} = {shown}{where} must be {kind_name(kind)}{off}")
     return value
 
@@ -133,8 +134,8 @@ def is_switch(kind):
 
 
 def kind_name(kind):
-    """How messages and --help call a type: int, float, true|false, adamw|muon, str."""
-    choices = get_args(kind) if get_origin(kind) is not list else ()
+    """How messages and --help call a type: int, float, true|false, adamw|muon, str. No word for ""."""
+    choices = [choice for choice in get_args(kind) if choice] if get_origin(kind) is not list else ()
     return "|".join(choices) or {bool: "true|false", int: "int", float: "float"}.get(kind, "str")
 
 

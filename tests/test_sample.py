@@ -12,16 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
+import conftest
 import prepare
 import sample
 import train
 from model import GPT, GPTConfig, save, save_hf
 from prepare import EOT, MASK, Tokenizer, load_data
 from sample import (TextStream, beam_search, fill, generate, keep_min_p, keep_top_k, keep_top_p, next_token,
-                    penalize, prompt_ids, windows)
+                    penalize, prompt_ids, quantize, windows)
 
 ROOT = Path(__file__).parent.parent
 GPT2 = dict(pos_emb="learned", norm="layernorm", norm_embd=False, qk_norm=False, activation="gelu", bias=True,
@@ -394,6 +396,101 @@ def test_a_stream_ends_before_the_stop_text(text, stop):
     assert shown == text.partition(stop)[0] and stream.done
 
 
+# ------------------------------------------------------------------------------- small weights
+
+def linear(rows=70, columns=192, seed=0):
+    torch.manual_seed(seed)
+    layer = nn.Linear(columns, rows)
+    layer.weight.data *= torch.linspace(0.1, 30, rows)[:, None]  # rows of very unlike size
+    layer.weight.data[3] = 0
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_int8_is_within_half_a_step(seed):
+    layer = linear(seed=seed)
+    small = sample.Int8Linear(layer, kernel=False)
+    step = small.scale.float()[:, None]
+    assert ((small.weight() - layer.weight).abs() <= step * (0.5 + 1e-4)).all()  # 1e-4: float32 of 127 steps
+    assert (layer.weight.abs().amax(1) <= step[:, 0] * 127.5).all(), "and none is cut off"
+    assert step[1] < 1.01 * layer.weight[1].abs().max() / 127, "the steps are no wider than the weights need"
+
+
+@pytest.mark.parametrize("group", [64, 32])
+def test_int4_is_within_half_a_step_of_its_group(group):
+    layer = linear()
+    small = sample.Int4Linear(layer, kernel=False, group=group)
+    w = layer.weight.unflatten(1, (-1, group))
+    step = ((w.amax(2) - w.amin(2)) / 15)[..., None]
+    # scale and zero are rounded to 8 bits, so that the ends of a group can be 2⁻⁸ of 15 steps further off
+    assert ((small.weight().unflatten(1, (-1, group)) - w).abs() <= step * (0.5 + 15 / 256) + 1e-30).all()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("shape", [(192,), (1, 192), (3, 1, 192), (2, 40, 192)])
+def test_the_kernel_multiplies_by_the_unpacked_weights(kind, shape):
+    """bfloat16 rounds inputs and outputs to 8 bits, by 2⁻⁹ at most; six deviations of the sum are allowed."""
+    layer, x = linear(), torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    plain, packed = (sample.SMALL[kind][0](layer, kernel) for kernel in (False, True))
+    expected = torch.nn.functional.linear(x, plain.weight(), layer.bias)
+    torch.testing.assert_close(plain(x), expected)
+    size = (x.square() @ plain.weight().square().T).sqrt() + layer.bias.abs()
+    y = packed(x)
+    assert y.shape == expected.shape and y.dtype == torch.float32
+    assert ((y - expected).abs() <= size * 2 ** -9 * 6 + expected.abs() * 2 ** -8).all()
+    packed.bias = nn.Parameter(layer.bias.bfloat16(), requires_grad=False)
+    half = packed(x.bfloat16())
+    assert half.dtype == torch.bfloat16 and ((half - y).abs() <= (size + y.abs()) * 2 ** -9 * 6).all()
+
+
+@pytest.mark.parametrize("parts", [{}, GPT2], ids=str)
+@pytest.mark.parametrize("packed", [True, False])
+def test_small_weights_take_what_the_formula_says(parts, packed):
+    C, V, T = 64, 29, 12
+    for kind in "int8", "int4":
+        model = make(n_embd=C, **parts).float()
+        before = model.transformer.wte.weight.clone()
+        rest = sum(p.numel() for name, p in model.named_parameters() if p.dim() < 2 or "wpe" in name) + V * C
+        assert quantize(model, kind, packed=packed) == packed
+        matrices = 2 * [(3 * C, C), (C, C), (4 * C, C), (C, 4 * C)] + [(V, C)]
+        if kind == "int8":
+            size = sum(out * inputs + 2 * out for out, inputs in matrices)
+        else:  # 4 bits, and 32 for each group of 64; the kernel's outputs come by the 16
+            size = sum((out + (-out % 16 if packed else 0)) * inputs * 4.5 / 8 for out, inputs in matrices)
+        assert sample.megabytes(model) == (4 * rest + size) / 1e6
+        assert torch.equal(model.transformer.wte.weight, before), "a tied embedding stays as it was"
+        idx = torch.arange(T)[None]
+        full = make(n_embd=C, **parts).float()
+        full.lm_head.weight = nn.Parameter(full.lm_head.weight.detach().clone())  # untie
+        for name, module in model.named_modules():
+            if hasattr(module, "q"):
+                w = sample.SMALL[kind][0](full.get_submodule(name), kernel=False).weight()
+                full.get_submodule(name).weight.data = w
+        logits, expected = model(idx), full(idx)
+        # with bfloat16 inputs: a part in 2⁸ of the logits' size, through two blocks
+        assert (logits - expected).abs().max() < (0.05 if packed else 1e-4) * expected.abs().max()
+
+
+def test_float16_keeps_the_scales():
+    model = make(n_embd=64).float()
+    quantize(model, "int8", torch.float16)
+    assert model.transformer.wte.weight.dtype == torch.float16 and model.lm_head.scale.dtype == torch.bfloat16
+
+
+def test_small_weights_cost_little(trained):
+    """Bits per byte of a trained model, through the command: by less than 0.5 % (int8) and 4 % (int4)."""
+    words = [f"--score=FILE:{trained / 'play.txt'}", "--stream=false"]
+    (trained / "play.txt").write_text(conftest.make_text(120, seed=9), encoding="utf-8")
+    bits = {}
+    for kind in "", "int8", "int4":
+        end = command(trained, *words, f"--quantize={kind}")
+        assert end.returncode == 0 and ("through torch's packed kernel" in end.stderr) == bool(kind)
+        bits[kind] = float(end.stdout.split(" bits per byte")[0].split()[-1])
+    assert bits[""] != bits["int8"] and bits["int8"] < 1.005 * bits[""] and bits["int4"] < 1.04 * bits[""]
+    text = command(trained, "--quantize=int4", "--start=ANNA:", "--max_new_tokens=40").stdout
+    assert text.startswith("ANNA:\n") and len(text) > 60
+
+
 # ------------------------------------------------------------------------------- the command
 
 @pytest.fixture(scope="module")
@@ -401,7 +498,7 @@ def trained(bpe_data, tmp_path_factory):
     """A folder in which a small model was trained: out/best.pt."""
     folder = tmp_path_factory.mktemp("trained")
     train.main(train.TrainConfig(
-        n_layer=2, n_head=2, n_embd=32, block_size=32, data_dir=str(bpe_data), out_dir=str(folder / "out"),
+        n_layer=2, n_head=2, n_embd=64, block_size=32, data_dir=str(bpe_data), out_dir=str(folder / "out"),
         max_iters=150, warmup_iters=10, eval_interval=150, eval_iters=5, learning_rate=1e-2))
     return folder
 
@@ -480,12 +577,16 @@ def test_any_locale_will_do(trained):
     (["--top_p=1.5"], ["top_p = 1.5"]), (["--min_p=2"], ["min_p = 2.0"]),
     (["--num_samples=0"], ["num_samples = 0"]), (["--num_beams=0"], ["num_beams = 0"]),
     (["--score=a"], ["score", "at least two"]), ([f"--start=a {MASK} b"], ["is a causal model", MASK]),
+    (["--num_beams=3", "--top_k=5"], ["top_k = 5", "num_beams = 3"]),
+    (["--num_beams=3", "--stop=x"], ["stop = 'x'", "beam search"]),
     (["--repetition_penalty=0"], ["repetition_penalty = 0.0"]),
     (["--ckpt=no.pt"], ["no.pt", "out/best.pt"]),
     (["--start=FILE:foreign.pt"], ["foreign.pt is not UTF-8 text"]), (["--seed=-1"], ["seed = -1"]),
     (["--ckpt=foreign.pt"], ["foreign.pt is damaged"]), (["--ckpt=bare.pt"], ["bare.pt", "no tokenizer"]),
     (["--ckpt=char.pt", "--start=abé"], ["'é'"]), (["--start=FILE:nowhere.txt"], ["nowhere.txt"]),
     (["--top_k=none"], ["top_k", "0 switches it off"]),
+    (["--quantize=none"], ["quantize", "int8|int4", "--quantize= switches it off"]),
+    (["--ckpt=char.pt", "--quantize=int4"], ["quantize = int4", "n_embd = 8", "--quantize=int8"]),
 ])
 def test_a_mistake_is_one_line(trained, mistake, words, names):
     (trained / "foreign.pt").write_bytes(b"hello \xff")
