@@ -34,6 +34,8 @@ class GPTConfig:
     n_head: int = 4  # H: attention heads in a block
     n_embd: int = 128  # C: channels of the residual stream
     dropout: float = 0.0  # 0 where the text is read about once; 0.1 or more where it is read often
+    dropout_of: Literal["channels", "elements"] = "channels"  # channels: a text loses whole ones, which is
+    #   fast; elements: each number by itself, and attention's weights too, as in GPT-2
     bias: bool = False  # biases in Linear and LayerNorm
     causal: bool = True  # true: predict the next token from the past (GPT); false: see both sides (BERT)
     pos_emb: Literal["learned", "rope"] = "rope"  # a table of learned vectors, or rotations of q and k
@@ -79,6 +81,14 @@ def rotate(x, cos, sin):
     """
     x1, x2 = x.chunk(2, dim=-1)  # (B, H, T, D/2)
     return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1).type_as(x)
+
+
+def drop(x, config, training):
+    """Set a share of x (B, T, C) to 0 and scale up the rest, in training: single elements (Srivastava et al.
+    2014), or channels along the whole text (Gal & Ghahramani 2016, https://arxiv.org/abs/1512.05287)."""
+    if config.dropout_of == "elements" or not training or not config.dropout:
+        return F.dropout(x, config.dropout, training)
+    return x * F.dropout(torch.ones_like(x[:, :1]), config.dropout)  # (B, 1, C) random numbers are soon drawn
 
 
 class KVCache:
@@ -156,11 +166,11 @@ class SelfAttention(nn.Module):
             k, v = cache.append(self.layer, k, v, pos)  # (B, H, S, D)
 
         # y = softmax(q kᵀ / √D + mask) v
-        y = F.scaled_dot_product_attention(q, k, v, None if mask == "causal" else mask,
-                                           self.config.dropout if self.training else 0.0,
+        p = self.config.dropout if self.training and self.config.dropout_of == "elements" else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, None if mask == "causal" else mask, p,
                                            is_causal=mask == "causal")  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
-        return F.dropout(self.c_proj(y), self.config.dropout, self.training)
+        return drop(self.c_proj(y), self.config, self.training)
 
 
 class MLP(nn.Module):
@@ -177,7 +187,7 @@ class MLP(nn.Module):
             x = F.relu(x).square()  # So et al. 2021, https://arxiv.org/abs/2109.08668
         else:
             x = F.gelu(x, approximate="tanh")  # the form that GPT-2's weights were trained with
-        return F.dropout(self.c_proj(x), self.config.dropout, self.training)  # (B, T, C)
+        return drop(self.c_proj(x), self.config, self.training)  # (B, T, C)
 
 
 class Block(nn.Module):
@@ -244,7 +254,7 @@ class GPT(nn.Module):
             turn = rope(pos[:, None] if pos.dim() == 2 else pos, config.n_embd // config.n_head)
         if config.norm_embd:
             x = self.transformer.ln_e(x)
-        x = F.dropout(x, config.dropout, self.training)
+        x = drop(x, config, self.training)
         for block in self.transformer.h:
             x = block(x, pos, turn, mask, cache)
         if cache is not None:
@@ -278,17 +288,28 @@ class GPT(nn.Module):
         """Parameters, a tied matrix counted once."""
         return sum(p.numel() for p in self.parameters())
 
+    def flops_per_token(self):
+        """Floating-point operations to train with one token, of block_size in a sequence.
+
+        A weight in a product takes 2 of them forward and 4 backward. Attention's two products take 4·C·T
+        forward and 8·C·T backward in each layer, for all T keys, masked or not, as is usual (Chowdhery et al.
+        2022, PaLM, https://arxiv.org/abs/2204.02311, appendix B). What is computed twice counts once.
+        """
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        return 6 * weights + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
+
 
 # ------------------------------------------------------------------------------- files
 
-def save(path, model, **rest):
+def save(path, model, weights=None, **rest):
     """Write a checkpoint: the weights, the config to build the model from, and what else `rest` has.
 
+    `weights` are given where the model has only a part of its own.
     The old file is replaced only when the new one is safely on the disk.
     """
     part = f"{path}.tmp"
     with open(part, "wb") as f:
-        torch.save(dict(model=model.state_dict(), model_config=asdict(model.config), **rest), f)
+        torch.save(dict(model=weights or model.state_dict(), model_config=asdict(model.config), **rest), f)
         f.flush()
         os.fsync(f.fileno())
     os.replace(part, path)
@@ -378,7 +399,8 @@ def from_hf(config, weights):
     get, tied = config.get, config.get("tie_word_embeddings")
     if get("model_type") == "gpt2":
         sizes = dict(block_size=get("n_positions"), n_layer=get("n_layer"), n_head=get("n_head"),
-                     n_embd=get("n_embd"), tie_weights=tied is not False, zero_init=False, **GPT2_PARTS)
+                     n_embd=get("n_embd"), tie_weights=tied is not False, zero_init=False,
+                     dropout_of="elements", **GPT2_PARTS)
         renamed = {}
         for name, w in weights.items():
             name = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"

@@ -5,7 +5,7 @@ Train a GPT on what prepare.py wrote.
     python train.py config/gpt2.toml --n_layer=6 --out_dir=out-gpt2
     python train.py out/config.toml --resume                     # go on where a run stopped, exactly
     python train.py --init_from=out/best.pt --out_dir=out-mine   # fine-tune
-    torchrun --nproc_per_node=2 train.py --gradient_accumulation_steps=2
+    torchrun --nproc_per_node=2 train.py --gradient_accumulation_steps=2   # --fsdp: a model too large for one
 
 writes to out_dir: last.pt (to resume), best.pt (to sample from), log.jsonl, loss.png and config.toml.
 
@@ -15,6 +15,8 @@ micro-batches of a step, take the very steps of one.
 
 AdamW             Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101
 WSD               Hu et al. 2024, https://arxiv.org/abs/2404.06395
+Muon              Jordan et al. 2024, https://kellerjordan.github.io/posts/muon
+FSDP              Zhao et al. 2023, https://arxiv.org/abs/2304.11277
 Masked LM         Devlin et al. 2018, https://arxiv.org/abs/1810.04805
 Label smoothing   Szegedy et al. 2015, https://arxiv.org/abs/1512.00567
 Distillation      Hinton et al. 2015, https://arxiv.org/abs/1503.02531
@@ -24,12 +26,14 @@ import gc
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -39,7 +43,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from config import narrow, run, to_toml
@@ -71,13 +78,14 @@ class TrainConfig(GPTConfig):
     distill_alpha: float = 0.5  # α, the weight of the teacher; 1 - α is that of the data
     distill_temperature: float = 2.0  # τ, softens both distributions, to show the unlikely tokens too
     # optimizer
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the blocks, adamw for the rest
     learning_rate: float = 4e-3  # at its peak, after the warm-up
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"  # how it falls after the warm-up
     warmup_iters: int = 100  # steps of warm-up, in which it rises
     min_lr_frac: float = 0.1  # where it ends, as a fraction of the peak
     decay_frac: float = 0.2  # wsd: the share of all steps in which it falls, after being constant
     weight_decay: float = 0.1  # of matrices; vectors, such as biases, do not decay
-    beta1: float = 0.9  # AdamW: how long the mean of the gradient remembers
+    beta1: float = 0.9  # AdamW: how long the mean of the gradient remembers (Muon: 0.95)
     beta2: float = 0.99  # AdamW: how long that of its square does; 0.95 where a step has many tokens
     grad_clip: float = 1.0  # the largest norm of the gradient; 0: any
     # evaluation
@@ -92,6 +100,10 @@ class TrainConfig(GPTConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto: bfloat16
     #   where native on cuda, else float16 on cuda, else float32
     compile: Literal["auto", "true", "false"] = "auto"  # torch.compile: a wait, then faster; auto: on cuda
+    activation_checkpointing: bool = False  # keep a block's input only, and compute it again for the
+    #   gradient: a third more time, far less memory
+    fsdp: bool = False  # torchrun: share out weights, gradients and optimizer state too, for large models
+    peak_tflops: float = 0.0  # what your device can do, in TFLOP/s, to be told how much of it is used (MFU)
 
     def __post_init__(self):
         super().__post_init__()
@@ -99,7 +111,7 @@ class TrainConfig(GPTConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         for name in ("vocab_size", "learning_rate", "warmup_iters", "weight_decay", "grad_clip", "seed",
-                     "eval_interval", "eval_iters", "eval_sample", "checkpoint_interval"):
+                     "eval_interval", "eval_iters", "eval_sample", "checkpoint_interval", "peak_tflops"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         for name in "min_lr_frac", "decay_frac", "beta1", "beta2", "label_smoothing", "distill_alpha":
@@ -112,12 +124,14 @@ class TrainConfig(GPTConfig):
                 raise ValueError(f"{name} = {getattr(self, name)} must be above 0")
         if self.eval_sample and not self.causal:
             raise ValueError(f"eval_sample = {self.eval_sample}: only causal models write texts")
+        if self.fsdp and (self.optimizer == "muon" or self.dtype == "float16" or self.eval_sample):
+            raise ValueError("fsdp = true goes without optimizer = muon, dtype = float16 and eval_sample")
 
 
 ORDERS = ("resume", "overwrite", "eval_only")  # what to do with a run; the other settings make it what it is
 # of those, what a resumed run may change
 FREE = {"out_dir", "max_iters", "eval_interval", "eval_iters", "eval_sample", "checkpoint_interval",
-        "log_interval", "device", "compile"}
+        "log_interval", "device", "compile", "activation_checkpointing", "fsdp", "peak_tflops"}
 
 
 # ------------------------------------------------------------------------------- processes
@@ -127,13 +141,24 @@ def place():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def total(numbers, device):
-    """The numbers, each summed over all processes. It waits for the device."""
+def total(numbers):
+    """The numbers, each summed over all processes; a GPU works on meanwhile."""
     if not dist.is_initialized():
         return numbers
-    sums = torch.tensor(numbers, dtype=torch.float64, device=device)
+    sums = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(sums)
     return sums.tolist()
+
+
+def whole(tensor):
+    """A tensor as it is, or put together from the parts that the processes have (FSDP); all must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_like(p, tensor):
+    """The inverse: what this process has of a whole tensor that is shared out as the parameter p is."""
+    tensor = tensor.to(p.device)
+    return distribute_tensor(tensor, p.device_mesh, p.placements) if isinstance(p, DTensor) else tensor
 
 
 def say(text, file=None):
@@ -144,11 +169,14 @@ def say(text, file=None):
 
 @contextmanager
 def processes(cfg):
-    """Join the processes that torchrun started, if it did: nccl for CUDA, gloo elsewhere."""
+    """Join the processes that torchrun started, if it did: nccl for what is on a GPU, gloo for the rest."""
     if not dist.is_torchelastic_launched():
+        if cfg.fsdp:
+            raise ValueError("fsdp = true shares a model out among processes: start them with torchrun "
+                             "--nproc_per_node=2 train.py …, or leave it out")
         yield
         return
-    dist.init_process_group("nccl" if pick_device(cfg.device).type == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if pick_device(cfg.device).type == "cuda" else "gloo")
     try:
         if cfg.gradient_accumulation_steps % place()[1]:
             raise ValueError(f"gradient_accumulation_steps = {cfg.gradient_accumulation_steps} must be a "
@@ -172,7 +200,7 @@ def get_batch(ids, B, T, g):
     A window needs T + 1 tokens. Of N tokens it can start at 0 … N - T - 1, which `integers(N - T)` draws.
     """
     starts = g.integers(len(ids) - T, size=B)
-    rows = np.stack([ids[s:s + T + 1] for s in starts]).astype(np.int64)  # (B, T + 1)
+    rows = np.stack([ids[s:s + T + 1] for s in starts], dtype=np.int64)  # (B, T + 1), the only copy
     return rows[:, :-1], rows[:, 1:]
 
 
@@ -224,7 +252,11 @@ class Objective(nn.Module):
     Cross-entropy: -Σ ln p(y[b, t] | x), where a causal model sees x[b, :t + 1] only. With a teacher
     (1 - α) · cross-entropy + α τ² KL(teacher_τ ‖ student_τ); the τ² undoes the 1/τ² in KL's gradient.
     Sums and counts add up over micro-batches and processes; means of means would not.
+
+    The logits (B·T, V) of a large vocabulary are larger than all else. They are made in parts, none of which
+    is kept: the gradient has each part computed again.
     """
+    most = 2 ** 25  # logits at a time: 134 MB of float32
 
     def __init__(self, model, label_smoothing=0.0, temperature=1.0, teacher=None, alpha=0.5, tau=2.0):
         super().__init__()
@@ -232,19 +264,36 @@ class Objective(nn.Module):
         self.label_smoothing, self.temperature = label_smoothing, temperature
         self.alpha, self.tau = alpha, tau
 
-    def forward(self, x, y):
-        scored = y.flatten() != IGNORE
-        logits = self.model(x).flatten(0, 1).float()  # (B·T, V)
-        nats = F.cross_entropy(logits / self.temperature, y.flatten(), ignore_index=IGNORE, reduction="sum",
-                               label_smoothing=self.label_smoothing)
+    def forward(self, x, y=None):
+        if y is None:
+            return self.model(x)
+        y, theirs = y.flatten(), None
+        hidden = self.model.hidden(x).flatten(0, 1)  # (B·T, C)
         if self.teacher:
             with torch.no_grad():
-                theirs = self.teacher(x).flatten(0, 1).float()
+                theirs = self.teacher.hidden(x).flatten(0, 1)
+        rows = max(self.most // self.model.config.vocab_size, 1)
+        if len(y) <= rows:
+            nats = self.nats(hidden, y, theirs)
+        else:
+            parts = [(hidden[i:i + rows], y[i:i + rows], theirs if theirs is None else theirs[i:i + rows])
+                     for i in range(0, len(y), rows)]
+            nats = sum(checkpoint(self.nats, *part, use_reentrant=False) for part in parts)
+        return nats, (y != IGNORE).sum()
+
+    def nats(self, hidden, y, theirs=None):
+        """The loss of rows: hidden (N, C), y (N,), and the teacher's hidden (N, ·)."""
+        logits = self.model.head(hidden).float()  # (N, V)
+        nats = F.cross_entropy(logits / self.temperature, y, ignore_index=IGNORE, reduction="sum",
+                               label_smoothing=self.label_smoothing)
+        if theirs is not None:
+            with torch.no_grad():
+                theirs = self.teacher.head(theirs).float()
             V = min(logits.size(1), theirs.size(1))  # beyond the vocabulary there is padding only
             kl = F.kl_div(F.log_softmax(logits[:, :V] / self.tau, dim=1),
                           F.log_softmax(theirs[:, :V] / self.tau, dim=1), reduction="none", log_target=True)
-            nats = (1 - self.alpha) * nats + self.alpha * self.tau ** 2 * kl.sum(dim=1)[scored].sum()
-        return nats, scored.sum()
+            nats = (1 - self.alpha) * nats + self.alpha * self.tau ** 2 * kl.sum(dim=1)[y != IGNORE].sum()
+        return nats
 
 
 def get_lr(step, cfg):
@@ -259,13 +308,24 @@ def get_lr(step, cfg):
     return cfg.learning_rate * (cfg.min_lr_frac + (1 - cfg.min_lr_frac) * height[cfg.schedule])
 
 
-def make_optimizer(model, cfg):
-    """AdamW. Matrices and embeddings decay; biases and the gains of norms, which are vectors, do not."""
-    params = [p for p in model.parameters() if p.requires_grad]  # a tied matrix comes once
-    groups = [dict(params=[p for p in params if p.dim() >= 2], weight_decay=cfg.weight_decay),
-              dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0)]
-    fused = all(p.device.type in ("cpu", "cuda") for p in params)
-    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=fused)
+def make_optimizers(model, cfg):
+    """AdamW, and before it Muon for the matrices of the blocks, if so set. Matrices and embeddings decay;
+    biases and the gains of norms, which are vectors, do not.
+
+    Muon makes an update whose singular values are all about 1, scaled to the size that AdamW's have, so that
+    one learning rate suits both.
+    """
+    params = dict(model.named_parameters())  # a tied matrix comes once
+    muon = [p for name, p in params.items() if cfg.optimizer == "muon" and ".h." in name and p.dim() == 2]
+    rest = [p for p in params.values() if all(p is not q for q in muon)]
+    groups = [dict(params=[p for p in rest if p.dim() >= 2], weight_decay=cfg.weight_decay),
+              dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0)]
+    fused = all(p.device.type in ("cpu", "cuda") for p in rest)
+    optimizers = [torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=fused)]
+    if muon:
+        optimizers.insert(0, torch.optim.Muon(muon, lr=cfg.learning_rate, weight_decay=cfg.weight_decay,
+                                              adjust_lr_fn="match_rms_adamw"))
+    return optimizers
 
 
 # ------------------------------------------------------------------------------- log and curves
@@ -322,7 +382,7 @@ class Run:
     """What a step changes, and what it works with."""
     model: nn.Module  # the bare model, which is what gets saved
     objective: nn.Module  # what is trained: the model in its objective, compiled perhaps
-    optimizer: torch.optim.Optimizer
+    optimizers: list  # each has its share of the parameters
     scaler: torch.amp.GradScaler
     dtype: torch.dtype  # of matrix products
     meta: dict  # of the data
@@ -330,6 +390,7 @@ class Run:
     device: torch.device
     step: int = 0  # updates so far
     best: float = math.inf  # the lowest validation loss so far
+    seconds: float = 0.0  # of compiling
 
     def amp(self):
         """Matrix products in dtype; what needs the range (norms, softmax, the loss) stays in float32."""
@@ -372,14 +433,21 @@ def settings_of(cfg):
     return {name: value for name, value in asdict(cfg).items() if name not in ORDERS}
 
 
+def whole_weights(model):
+    weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
+    return {name: weights.get(name, weights["transformer.wte.weight"]) for name in model.state_dict()}  # tied
+
+
 def save_last(run, cfg):
     """last.pt: all that is needed to go on, the optimizer's state by the parameters' names."""
-    if place()[0]:
-        return
     names = {p: name for name, p in run.model.named_parameters()}
-    save(Path(cfg.out_dir, "last.pt"), run.model, step=run.step, settings=settings_of(cfg),
-         tokenizer=run.tokenizer.spec, data=run.meta["files"], scaler=run.scaler.state_dict(),
-         optimizer={names[p]: state for p, state in run.optimizer.state.items()})
+    weights, state = whole_weights(run.model), {}
+    for p, values in [pair for optimizer in run.optimizers for pair in optimizer.state.items()]:
+        state[names[p]] = {key: whole(value) for key, value in values.items()}
+    if place()[0] == 0:
+        save(Path(cfg.out_dir, "last.pt"), run.model, weights, step=run.step, settings=settings_of(cfg),
+             tokenizer=run.tokenizer.spec, data=run.meta["files"], scaler=run.scaler.state_dict(),
+             optimizer=state)
 
 
 def read_last(cfg, meta):
@@ -416,11 +484,13 @@ def read_last(cfg, meta):
 
 
 def restore(run, cfg, last):
-    """Put a run back where save_last left it. Nothing random needs restoring."""
-    run.model.load_state_dict(last["model"])
-    params = dict(run.model.named_parameters())
-    for name, state in last["optimizer"].items():
-        run.optimizer.state[params[name]] = {key: value.to(run.device) for key, value in state.items()}
+    """Put a run, whose model has its weights already, back where save_last left it."""
+    names = {p: name for name, p in run.model.named_parameters()}
+    for optimizer in run.optimizers:
+        for p in [p for group in optimizer.param_groups for p in group["params"]]:
+            for key, value in last["optimizer"].get(names[p], {}).items():
+                alike = value.shape == p.shape  # not so Adam's count of steps
+                optimizer.state[p][key] = part_like(p, value) if alike else value.to(run.device)
     run.scaler.load_state_dict(last["scaler"])
     run.step = last["step"]
     if (best := Path(cfg.out_dir, "best.pt")).exists():  # later than last.pt: its step's evaluation
@@ -432,7 +502,9 @@ def restore(run, cfg, last):
 def build_model(cfg, tokenizer, last):
     """A new model, that of init_from, or one for the weights of `last`. Raises ValueError for a misfit."""
     if last:
-        return GPT(GPTConfig(**last["model_config"]))
+        model = GPT(GPTConfig(**last["model_config"]))
+        model.load_state_dict(last["model"])
+        return model
     if not cfg.init_from:
         if cfg.vocab_size and cfg.vocab_size < tokenizer.vocab_size:
             raise ValueError(f"vocab_size = {cfg.vocab_size} is less than the {tokenizer.vocab_size} tokens "
@@ -466,11 +538,11 @@ def load_fitting(name, cfg, tokenizer, **changes):
     return model
 
 
-def make_objective(model, cfg, tokenizer, device):
+def make_objective(model, cfg, tokenizer):
     """The training objective. Raises ValueError for a teacher that does not fit."""
     teacher = None
     if cfg.teacher:
-        teacher = load_fitting("teacher", cfg, tokenizer).eval().requires_grad_(False).to(device)
+        teacher = load_fitting("teacher", cfg, tokenizer).eval().requires_grad_(False)
         if teacher.config.block_size < cfg.block_size:
             raise ValueError(f"block_size = {cfg.block_size} is more than the {teacher.config.block_size} "
                              f"that teacher = {cfg.teacher!r} can see")
@@ -515,23 +587,45 @@ def make_run(cfg, meta, tokenizer, last=None):
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: products of float32 with 10 bits after the point
     tokenizer = tokenizer if cfg.causal else with_mask(tokenizer)
-    model = build_model(cfg, tokenizer, last).to(device)
-    objective = make_objective(model, cfg, tokenizer, device)
+    model = build_model(cfg, tokenizer, last)
+    if cfg.activation_checkpointing:
+        save_activations(model)
+    objective = make_objective(model, cfg, tokenizer)
+    if cfg.fsdp:
+        shard(objective, device)
+    objective.to(device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run = Run(model, objective, make_optimizer(model, cfg), scaler, dtype, meta, tokenizer, device)
+    run = Run(model, objective, make_optimizers(model, cfg), scaler, dtype, meta, tokenizer, device)
     if last:
         restore(run, cfg, last)
-    if cfg.compile == "true" or cfg.compile == "auto" and device.type == "cuda":
+    if not cfg.fsdp and (cfg.compile == "true" or cfg.compile == "auto" and device.type == "cuda"):
         run.objective = compiled(run, cfg)
-    if dist.is_initialized():
+    if dist.is_initialized() and not cfg.fsdp:
         run.objective = DDP(run.objective)
     return run
 
 
+def save_activations(model):
+    """Keep only what goes into a block; the gradient has the rest computed again (Chen et al. 2016,
+    https://arxiv.org/abs/1604.06174)."""
+    for block in model.transformer.h:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def shard(objective, device):
+    """Share the weights out among the processes: those of a block are together only while it works."""
+    mesh = dist.init_device_mesh(device.type, place()[1:])
+    for block in objective.model.transformer.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(objective, mesh=mesh)
+
+
 def compiled(run, cfg):
     """The objective through torch.compile; as it is, with a warning, where that does not work."""
+    begun = time.perf_counter()
     try:
-        objective = torch.compile(run.objective)
+        # on CPUs tanh, of GELU and of the soft-cap, is made of exp: a tenth off a step
+        objective = torch.compile(run.objective, options={"cpp.use_decompose_tanh": True})
         with run.amp():
             objective(*(part.to(run.device) for part in run.train_batch(0, cfg)))[0].backward()
         return objective
@@ -540,7 +634,8 @@ def compiled(run, cfg):
         say(f"warning: torch.compile does not work here, going on without ({reason})", file=sys.stderr)
         return run.objective
     finally:
-        run.optimizer.zero_grad(set_to_none=True)
+        run.seconds = time.perf_counter() - begun
+        run.model.zero_grad(set_to_none=True)
 
 
 def describe(run, cfg):
@@ -554,14 +649,25 @@ def describe(run, cfg):
         f"{read / tokens:.2f} times; loss starts near ln V = {math.log(run.model.config.vocab_size):.2f}")
 
 
+def share(batches):
+    """Our share of the batches (x, y). Gathering weights takes all processes, so each gets equally many:
+    where they do not divide, one without targets makes up."""
+    batches, (rank, world) = iter(batches), place()
+    while group := list(islice(batches, world)):
+        x, y = group[min(rank, len(group) - 1)]
+        yield x, y if rank < len(group) else np.full_like(y, IGNORE)
+
+
 def evaluate(run, cfg, whole=False):
     """metrics of the model on the validation split, or on an even sample of it: eval_iters batches.
 
     Never smoothed nor distilled. A masked model has its masked loss alone, which is no text's perplexity.
     """
     run.model.eval()
-    ours = islice(run.val_batches(cfg, whole), place()[0], None, place()[1])  # each process scores its share
-    found = metrics(*total(score(run.model, ours, run.tokenizer, run.amp()), run.device))
+    model = run.objective if cfg.fsdp else run.model  # which gathers the weights
+    found = metrics(*total(score(model, share(run.val_batches(cfg, whole)), run.tokenizer, run.amp())))
+    if cfg.fsdp:  # without a backward pass, which ends it, the embedding and the head would stay gathered
+        model.reshard()
     run.model.train()
     return found if cfg.causal else dict(loss=found["loss"])
 
@@ -577,12 +683,13 @@ def evaluate_and_keep(run, cfg):
     """An evaluation while training: into the log and the curves, and best.pt if it is the best so far."""
     found = evaluate(run, cfg)
     better, run.best = found["loss"] < run.best, min(found["loss"], run.best)  # the same in every process
+    weights = whole_weights(run.model) if better else None
     if place()[0]:
         return
     write_log(cfg.out_dir, step=run.step, **{f"val_{name}": value for name, value in found.items()})
     tqdm.write(f"step {run.step}: validation {show_metrics(found)}")
     if better:
-        save(Path(cfg.out_dir, "best.pt"), run.model, step=run.step, val_loss=run.best,
+        save(Path(cfg.out_dir, "best.pt"), run.model, weights, step=run.step, val_loss=run.best,
              tokenizer=run.tokenizer.spec)
     if cfg.eval_sample:
         tqdm.write(sample_text(run, cfg))
@@ -620,6 +727,11 @@ def stop_signals():
             signal.signal(number, handler)
 
 
+def to_device(batch, device):
+    """A batch on its device. From pinned memory a GPU fetches it by itself, while this process goes on."""
+    return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch.to(device)
+
+
 def train_step(run, batches, targets, seeds, lr, grad_clip):
     """One update from our micro-batches [(x, y), …], where all processes together have so many `targets`.
 
@@ -630,26 +742,54 @@ def train_step(run, batches, targets, seeds, lr, grad_clip):
     loss = torch.zeros((), device=run.device)
     for n, ((x, y), seed) in enumerate(zip(batches, seeds, strict=True), 1):
         torch.manual_seed(seed)  # for dropout
-        run.objective.require_backward_grad_sync = n == len(batches)  # DDP: exchange the sum, once
+        if hasattr(run.objective, "set_requires_gradient_sync"):  # FSDP: exchange the sum, once
+            run.objective.set_requires_gradient_sync(n == len(batches))
+        run.objective.require_backward_grad_sync = n == len(batches)  # DDP likewise
         with run.amp():
-            nats, _ = run.objective(x.to(run.device), y.to(run.device))
-        # gradients add up over micro-batches; over processes DDP takes their mean, where we want the sum
+            nats, _ = run.objective(to_device(x, run.device), to_device(y, run.device))
+        # gradients add up over micro-batches; over processes they are averaged, where we want the sum
         run.scaler.scale(nats / max(targets, 1) * place()[1]).backward()
         loss += nats.detach() / max(targets, 1)
     if dist.is_initialized():
         dist.all_reduce(loss)
-    run.scaler.unscale_(run.optimizer)  # clipping must see the true gradients
-    norm = nn.utils.clip_grad_norm_(run.model.parameters(), grad_clip or math.inf)
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
+    for optimizer in run.optimizers:
+        run.scaler.unscale_(optimizer)  # clipping must see the true gradients
+    norm = whole(nn.utils.clip_grad_norm_(run.model.parameters(), grad_clip or math.inf))
     scale = run.scaler.get_scale()
-    run.scaler.step(run.optimizer)
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        run.scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=True)
     if (now := run.scaler.get_scale()) < scale:
         say(f"step {run.step + 1}: float16 overflowed, no update; the loss scale is now {now:g}")
         norm = torch.zeros_like(norm)
     return loss, norm
+
+
+def mfu(model, tokens_per_s, cfg):
+    """Model FLOPs utilisation: the share of the devices' peak that the model's own operations are."""
+    if not cfg.peak_tflops:
+        return {}
+    return dict(mfu=tokens_per_s * model.flops_per_token() / (cfg.peak_tflops * 1e12 * place()[1]))
+
+
+@contextmanager
+def memory_advice(cfg):
+    """Turn "out of memory" into a ValueError that says what to set."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not known and not re.search("out of memory|allocate memory|enough memory", str(error)):
+            raise
+        if cfg.batch_size > 1:
+            advice = (f"--batch_size={cfg.batch_size // 2} with --gradient_accumulation_steps="
+                      f"{2 * cfg.gradient_accumulation_steps} takes the same steps in half the memory")
+        else:
+            advice = "--activation_checkpointing takes less, and so does a smaller block_size or n_embd"
+        raise ValueError(f"out of memory at batch_size = {cfg.batch_size}: {advice}") from None
 
 
 def due(step, interval, cfg):
@@ -661,7 +801,8 @@ def train(run, cfg):
 
     Raises ValueError if loss or gradient stop being finite; last.pt then is from before.
     """
-    A, saved, begun, (rank, world) = cfg.gradient_accumulation_steps, run.step, time.perf_counter(), place()
+    A, saved, (rank, world) = cfg.gradient_accumulation_steps, run.step, place()
+    begun = time.perf_counter() - run.seconds  # moved on by what evaluations take
     lost = torch.zeros((), device=run.device)  # nan from the first loss on that is not finite
     often = 0.5 if sys.stderr.isatty() else 10  # seconds
     bar = tqdm(total=cfg.max_iters, initial=run.step, unit="step", mininterval=often, disable=rank > 0)
@@ -671,7 +812,7 @@ def train(run, cfg):
             micro, lr = range(run.step * A + rank, (run.step + 1) * A, world), get_lr(run.step, cfg)
             batches = [run.train_batch(i, cfg) for i in micro]
             seeds = [int(rng(cfg.seed, i).integers(2**32)) for i in micro]
-            targets, stop = total([sum(int((y != IGNORE).sum()) for _, y in batches), len(asked)], run.device)
+            targets, stop = total([sum(int((y != IGNORE).sum()) for _, y in batches), len(asked)])
             if stop:  # a signal may reach the processes at different steps: all stop at the same
                 break
             loss, norm = train_step(run, batches, targets, seeds, lr, cfg.grad_clip)
@@ -685,18 +826,21 @@ def train(run, cfg):
                 raise ValueError(f"loss or gradient is not finite at step {run.step}: --overwrite it "
                                  f"with a learning_rate below {cfg.learning_rate}, or with --dtype=float32; "
                                  f"the checkpoints in {cfg.out_dir} are good, last.pt is of step {saved}")
+            now = time.perf_counter()
             if logging:
-                now = time.perf_counter()
                 speed = A * cfg.batch_size * cfg.block_size * (run.step - counted) / (now - clock)
+                used = mfu(run.model, speed, cfg)
                 write_log(cfg.out_dir, step=run.step, loss=loss.item(), lr=lr, grad_norm=norm.item(),
-                          tokens_per_s=round(speed), seconds=round(now - begun, 3))
-                bar.set_postfix_str(f"loss {loss.item():.3f}, {speed:,.0f} tokens/s", refresh=False)
+                          tokens_per_s=round(speed), seconds=round(now - begun, 3), **used)
+                bar.set_postfix_str(f"loss {loss.item():.3f}, {speed:,.0f} tokens/s" + "".join(
+                    f", {value:.1%} MFU" for value in used.values()), refresh=False)
             if saving:  # before the evaluation, which may fail
                 save_last(run, cfg)
                 saved = run.step
             if evaluating:
                 evaluate_and_keep(run, cfg)
             if logging or saving:
+                begun += (time.perf_counter() - now) * saving
                 clock, counted = time.perf_counter(), run.step
         if stop and saved != run.step:
             save_last(run, cfg)
@@ -707,15 +851,15 @@ def finish(run, cfg):
     """Score best.pt, and the last weights if they are others, on the whole validation split."""
     if run.best == math.inf:  # the only evaluation was interrupted after last.pt was saved
         evaluate_and_keep(run, cfg)
-    total([0], run.device)  # best.pt is written
-    best, _, ckpt = load_trained(Path(cfg.out_dir, "best.pt"), run.device)
-    last = run.model
-    if ckpt["step"] != run.step:
-        found = evaluate(run, cfg, whole=True)
-        say(f"last.pt (step {run.step}) on the whole validation split: {show_metrics(found)}")
-    run.model = best
+    total([0])  # best.pt is written
+    ckpt = load_trained(Path(cfg.out_dir, "best.pt"))[2]
     found = evaluate(run, cfg, whole=True)
-    run.model = last
+    if ckpt["step"] != run.step:
+        say(f"last.pt (step {run.step}) on the whole validation split: {show_metrics(found)}")
+        with torch.no_grad():
+            for name, p in run.model.named_parameters():
+                p.copy_(part_like(p, ckpt["model"][name]))
+        found = evaluate(run, cfg, whole=True)
     final = {f"final_{name}": value for name, value in found.items()}
     write_log(cfg.out_dir, step=run.step, best_step=ckpt["step"], **final)
     say(f"best.pt (step {ckpt['step']}) on the whole validation split: {show_metrics(found)}")
@@ -749,12 +893,14 @@ def start(cfg):
         say(f"{cfg.out_dir} holds this run already, finished at step {last['step']}: nothing to do")
         return
     run = make_run(cfg, meta, tokenizer, last)
-    total([0], run.device)  # all have read what there was
+    total([0])  # all have read what there was
     if place()[0] == 0:
         start_folder(cfg, keep=bool(last))
     describe(run, cfg)
     run.model.train()
-    if number := train(run, cfg):
+    with memory_advice(cfg):
+        number = train(run, cfg)
+    if number:
         say(f"stopped at step {run.step}; go on with: python train.py {cfg.out_dir}/config.toml --resume")
         sys.exit(128 + number)
     finish(run, cfg)

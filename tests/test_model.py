@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, GPTConfig, KVCache, change, from_hf, load, load_hf, rope, rotate, save, save_hf, to_hf
+from model import (GPT, GPTConfig, KVCache, change, drop, from_hf, load, load_hf, rope, rotate, save, save_hf,
+                   to_hf)
 
 ROOT = Path(__file__).parent.parent
 GPT2 = tomllib.loads((ROOT / "config/gpt2.toml").read_text(encoding="utf-8"))
@@ -256,6 +257,18 @@ def test_tied_weights_are_one_matrix(tmp_path):
         m(ids(2, 4)).sum().backward()
         torch.optim.AdamW(m.parameters(), lr=0.1).step()
         assert m.lm_head.weight is m.transformer.wte.weight
+
+
+def test_dropout_of_channels_and_of_elements():
+    """A quarter is lost and the rest is scaled up; channels are lost along the whole text, or not at all."""
+    x = torch.ones(64, 32, 128)
+    for kind in "channels", "elements":
+        y = drop(x, GPTConfig(dropout=0.25, dropout_of=kind), training=True)
+        assert y.unique().tolist() == pytest.approx([0, 4 / 3])
+        assert (y == 0).float().mean() == pytest.approx(0.25, abs=0.02)  # 4 deviations of 8,192 draws
+        along = (y == 0).sum(dim=1)
+        assert ((along == 0) | (along == 32)).all() == (kind == "channels")
+        assert drop(x, GPTConfig(dropout=0.25, dropout_of=kind), training=False) is x or kind == "elements"
 
 
 def test_dropout_is_for_training_only():

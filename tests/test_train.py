@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,8 +25,8 @@ from model import GPT, GPTConfig, load
 from prepare import EOT, MASK, PrepareConfig, Tokenizer, load_data
 from prepare import main as prepare_main
 from sample import IGNORE, metrics, score, windows
-from train import (Objective, TrainConfig, corrupt, get_batch, get_lr, make_optimizer, mask_tokens, pad_pairs,
-                   plot_log, read_log, rng)
+from train import (Objective, TrainConfig, corrupt, get_batch, get_lr, make_optimizers, mask_tokens,
+                   pad_pairs, plot_log, read_log, rng)
 
 ROOT = Path(__file__).parent.parent
 TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=20, eval_interval=10,
@@ -136,10 +137,13 @@ class Fixed(torch.nn.Module):
 
     def __init__(self, logits):
         super().__init__()
-        self.logits = logits
+        self.logits, self.config = logits, GPTConfig(vocab_size=logits.size(-1))
 
-    def forward(self, x):
+    def hidden(self, x):
         return self.logits
+
+    def head(self, hidden):
+        return hidden
 
 
 def mean(objective, x, y):
@@ -349,7 +353,7 @@ def test_cheating_pays():
     for name, causal, shift in ("honest", True, 1), ("no mask", False, 1), ("no shift", True, 0):
         torch.manual_seed(0)
         model = GPT(GPTConfig(vocab_size=128, block_size=32, n_layer=2, n_head=2, n_embd=64, causal=causal))
-        optimizer = make_optimizer(model, TrainConfig(weight_decay=0.0, learning_rate=3e-3))
+        [optimizer] = make_optimizers(model, TrainConfig(weight_decay=0.0, learning_rate=3e-3))
         for i in range(300):
             x, y = map(torch.from_numpy, get_batch(ids, 16, 32, rng(0, i)))
             nats, count = Objective(model)(x, y if shift else x)
@@ -372,6 +376,27 @@ def test_a_padded_batch_is_its_rows_alone():
     alone = [Objective(model)(*map(torch.from_numpy, pad_pairs(ids, rows, [i]))) for i in range(3)]
     assert nats.item() == pytest.approx(sum(n.item() for n, _ in alone), rel=1e-6)
     assert count == sum(c for _, c in alone) == 24
+
+
+@pytest.mark.parametrize("kw", [{}, dict(label_smoothing=0.1, temperature=0.7), dict(teacher=True)], ids=str)
+def test_a_head_in_parts_is_the_head(kw):
+    """Loss and every gradient, with ignored targets and a last part that is shorter: 1e-5, rounding alone."""
+    torch.manual_seed(0)
+    model, teacher = (GPT(GPTConfig(vocab_size=50, block_size=16, zero_init=False)) for _ in range(2))
+    kw = kw | dict(teacher=teacher.requires_grad_(False)) if "teacher" in kw else kw
+    x, y = torch.randint(50, (2, 5, 16))
+    y[1, 3:9] = IGNORE
+    found = []
+    for most in 2 ** 25, 50 * 7:
+        objective = Objective(model, **kw)
+        objective.most = most
+        nats, count = objective(x, y)
+        model.zero_grad()
+        nats.backward()
+        found.append((nats.item(), [p.grad.clone() for p in model.parameters()]))
+        assert count == 74
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------- schedules
@@ -409,10 +434,30 @@ def test_schedules_stay_within_their_bounds(schedule, warmup, max_iters, floor, 
 @pytest.mark.parametrize("tie", [True, False])
 def test_matrices_decay_and_vectors_do_not(tie):
     model = GPT(GPTConfig(n_layer=2, norm="layernorm", bias=True, tie_weights=tie))
-    decayed, spared = make_optimizer(model, TrainConfig(weight_decay=0.1)).param_groups
+    decayed, spared = make_optimizers(model, TrainConfig(weight_decay=0.1))[0].param_groups
     assert decayed["weight_decay"] == 0.1 and spared["weight_decay"] == 0.0
     assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in spared["params"]} == {1}
     assert sum(p.numel() for group in (decayed, spared) for p in group["params"]) == model.num_params()
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_muon_gets_the_matrices_of_the_blocks(tie):
+    """Its first update: singular values near 1, times the scale that gives the size of Adam's updates."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, norm="layernorm", bias=True, tie_weights=tie, zero_init=False))
+    cfg = TrainConfig(optimizer="muon", learning_rate=1e-3, weight_decay=0.0)
+    muon, adamw = make_optimizers(model, cfg)
+    matrices = [p for block in model.transformer.h for p in block.parameters() if p.dim() == 2]
+    theirs = muon.param_groups[0]["params"]
+    assert len(theirs) == 8 and all(p is q for p, q in zip(theirs, matrices, strict=True))
+    rest = [p for group in adamw.param_groups for p in group["params"]]
+    assert len(theirs) + len(rest) == len(list(model.parameters()))
+    before = [p.detach().clone() for p in matrices]
+    Objective(model)(*torch.randint(1024, (2, 2, 64)))[0].backward()
+    muon.step()
+    for p, old in zip(matrices, before, strict=True):
+        values = torch.linalg.svdvals(old - p.detach()) / (1e-3 * 0.2 * max(p.shape) ** 0.5)
+        assert values.max() < 1.3 and values[:len(values) // 2].min() > 0.6, "five steps in bfloat16"
 
 
 def make_run(data, out, **kw):
@@ -439,6 +484,53 @@ def test_four_accumulated_batches_are_one_of_four_times_the_size(char_data, tmp_
         loss, norm = one_step(run, cfg, batches=parts if A == 4 else whole)
         found.append((loss.item(), norm.item()))
     assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_activation_checkpointing_computes_the_same(char_data, tmp_path):
+    """With dropout: what is computed again draws the same noise. Bitwise, for the operations are the same."""
+    found = []
+    for on in False, True:
+        run, cfg = make_run(char_data, tmp_path, zero_init=False, dropout=0.2, activation_checkpointing=on)
+        loss, norm = one_step(run, cfg)
+        found.append((loss, norm, run.model.state_dict()))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert all(torch.equal(w, found[1][2][name]) for name, w in found[0][2].items())
+
+
+def test_flops_are_counted_as_pytorch_counts_them():
+    """PyTorch counts products as they run; it sees the CPU's attention in its plain form only."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+    for kw in dict(tie_weights=True), dict(n_layer=3, n_head=2, n_embd=48, block_size=24, vocab_size=101):
+        model = GPT(GPTConfig(**dict(vocab_size=70, block_size=32) | kw))
+        x, y = torch.randint(70, (2, 3, model.config.block_size))
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            Objective(model)(x, y)[0].backward()
+        assert counter.get_total_flops() == x.numel() * model.flops_per_token()
+
+
+def test_mfu_is_logged_when_the_peak_is_known(char_data, tmp_path):
+    train.main(config(char_data, tmp_path, peak_tflops=0.5))
+    _, speeds, shares = read_log(tmp_path, "step", "tokens_per_s", "mfu")
+    flops = load(tmp_path / "last.pt")[0].flops_per_token()
+    assert shares == pytest.approx([speed * flops / 0.5e12 for speed in speeds], rel=1e-3)  # rounded
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried …"), MemoryError(),
+                                   RuntimeError("[…] DefaultCPUAllocator: can't allocate memory: you …")])
+def test_out_of_memory_says_what_to_set(char_data, tmp_path, monkeypatch, error):
+    def fail(*_):
+        raise error
+    monkeypatch.setattr(train, "train_step", fail)
+    cfg = config(char_data, tmp_path, batch_size=12, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="--batch_size=6 with --gradient_accumulation_steps=4"):
+        train.main(cfg)
+    cfg.batch_size, cfg.overwrite = 1, True
+    with pytest.raises(ValueError, match="--activation_checkpointing"):
+        train.main(cfg)
+    monkeypatch.setattr(train, "train_step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train.main(cfg)
 
 
 def test_gradients_do_not_pile_up(char_data, tmp_path):
@@ -714,6 +806,22 @@ def test_eval_only_scores_the_whole_split(char_data, run_20, capsys):
     assert final == pytest.approx(metrics(*found)["loss"], rel=1e-6)
 
 
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("parts", ["gpt2", "modern"])
+def test_compiled_and_plain_runs_are_interchangeable(char_data, tmp_path, parts, capsys):
+    """Three steps compiled and two plain, or the reverse, are five plain ones. 1e-4: sums round otherwise."""
+    kw = tomllib.loads((ROOT / "config/gpt2.toml").read_text(encoding="utf-8")) if parts == "gpt2" else {}
+    kw = kw | dict(zero_init=False)
+    for name, first, then in ("plain", "false", "false"), ("on", "true", "false"), ("off", "false", "true"):
+        train.main(config(char_data, tmp_path / name, max_iters=3, compile=first, **kw))
+        train.main(config(char_data, tmp_path / name, max_iters=5, compile=then, resume=True, **kw))
+    assert "warning" not in capsys.readouterr().err
+    plain = read_log(tmp_path / "plain", "step", "loss", "grad_norm")
+    for name in "on", "off":
+        for ours, theirs in zip(read_log(tmp_path / name, "step", "loss", "grad_norm"), plain, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4)
+
+
 def test_compile_falls_back_with_one_warning(char_data, tmp_path, monkeypatch, capsys):
     def broken(module):
         raise RuntimeError("no compiler\nat all")
@@ -819,7 +927,14 @@ def test_pairs(tmp_path, capsys):
         train.main(config(tmp_path / "data", tmp_path / "b", causal=False))
 
 
-@pytest.mark.parametrize("kind", ["text", "pairs"])
+def torchrun(*words):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    env = os.environ | dict(OMP_NUM_THREADS="1")
+    return subprocess.run([*command, "train.py", *words], cwd=ROOT, env=env, capture_output=True, text=True,
+                          encoding="utf-8", timeout=300)
+
+
+@pytest.mark.parametrize("kind", ["text", "pairs", "fsdp"])
 def test_two_processes_take_the_steps_of_one(char_data, tmp_path, kind):
     """torchrun with gloo: dropout on, accumulation 4, and for pairs unlike numbers of targets per process."""
     data = char_data
@@ -830,12 +945,8 @@ def test_two_processes_take_the_steps_of_one(char_data, tmp_path, kind):
     words = flags(**TINY | kw, data_dir=data)
     env = os.environ | dict(OMP_NUM_THREADS="1")
 
-    def torchrun(*words):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        return subprocess.run([*command, "train.py", *words], cwd=ROOT, env=env, capture_output=True,
-                              text=True, encoding="utf-8")
     one = script(*words, f"--out_dir={tmp_path}/one", env=env)
-    two = torchrun(*words, f"--out_dir={tmp_path}/two")
+    two = torchrun(*words, f"--out_dir={tmp_path}/two", f"--fsdp={kind == 'fsdp'}")
     assert one.returncode == two.returncode == 0, two.stderr[-2000:]
     assert "× 2 processes" in two.stdout and two.stdout.count("best.pt (step") == 1
     for column in "loss", "grad_norm", "val_loss", "final_loss":
@@ -848,6 +959,25 @@ def test_two_processes_take_the_steps_of_one(char_data, tmp_path, kind):
         bad = torchrun(*words, "--gradient_accumulation_steps=3", f"--out_dir={tmp_path}/bad")
         assert "gradient_accumulation_steps = 3 must be a multiple of the 2 processes" in bad.stderr
         assert bad.returncode and not (tmp_path / "bad").exists()
+
+
+def test_a_run_changes_between_one_process_and_fsdp(char_data, tmp_path):
+    """12 steps by one process, 4 by two that share the weights, 4 by one again: 20 as by one alone."""
+    kw = dict(dropout=0.1, gradient_accumulation_steps=2, learning_rate=2e-3, tie_weights=True,
+              schedule="constant", zero_init=False)
+    words = flags(**TINY | kw | dict(eval_interval=4), data_dir=char_data)
+    env = os.environ | dict(OMP_NUM_THREADS="1")
+    for name, steps in ("straight", 20), ("mixed", 12):
+        assert script(*words, f"--out_dir={tmp_path}/{name}", f"--max_iters={steps}", env=env).returncode == 0
+    mixed = [*words, f"--out_dir={tmp_path}/mixed", "--resume"]
+    two = torchrun(*mixed, "--fsdp", "--max_iters=16")
+    assert two.returncode == 0 and "best.pt (step" in two.stdout, two.stderr[-2000:]
+    one = script(*mixed, "--max_iters=20", env=env)
+    assert one.returncode == 0, one.stderr
+    (_, ours), (_, theirs) = (read_log(tmp_path / name, "step", "loss") for name in ("straight", "mixed"))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    ours, theirs = (weights(tmp_path / name / "last.pt") for name in ("straight", "mixed"))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
 # ------------------------------------------------------------------------------- log and curves
@@ -889,7 +1019,9 @@ def test_curves_of_any_log(tmp_path, lines):
     (["--device=cuda:99"], ["device = 'cuda:99'"]), (["--resume"], ["last.pt", "--resume"]),
     (["--init_from=no.pt"], ["no.pt does not exist"]),
     (["--init_from=foreign.pt"], ["foreign.pt is damaged"]),
-    (["--eval_only"], ["best.pt does not exist"]),
+    (["--eval_only"], ["best.pt does not exist"]), (["--optimizer=sgd"], ["optimizer", "adamw|muon"]),
+    (["--fsdp"], ["fsdp = true", "torchrun"]), (["--fsdp", "--optimizer=muon"], ["fsdp = true", "muon"]),
+    (["--peak_tflops=-1"], ["peak_tflops = -1.0"]),
     (["--data_dir=small", "--block_size=3", "--out_dir=file"], ["file"]),
 ])
 def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, char_data, mistake, words, names):
