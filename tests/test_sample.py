@@ -1,6 +1,7 @@
 """sample.py: filters against their definitions and transformers', generation, streams, the command."""
 
 import itertools
+import json
 import math
 import os
 import signal
@@ -669,6 +670,80 @@ def test_reversed_text_is_printed_the_right_way_round(others):
 def test_what_a_masked_model_cannot_do(others, mistake, words, names):
     message, _ = mistake(sample.main, sample.SampleConfig, words, others)
     assert all(name in message for name in names), message
+
+
+# ------------------------------------------------------------------------------- Hugging Face
+
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
+def test_an_exported_model_is_the_model(kind, tmp_path, text, capsys):
+    """Read by transformers: the same ids for any text, the same logits; read by us: the same text."""
+    import transformers
+    (tmp_path / "play.txt").write_text(text + "Straße, 今天 😀", encoding="utf-8")
+    data = tmp_path / "data"
+    prepare.main(prepare.PrepareConfig([str(tmp_path / "play.txt")], str(data), kind, 300, bos=kind == "bpe"))
+    train.main(train.TrainConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, max_iters=5, eval_iters=1,
+                                 data_dir=str(data), out_dir=str(tmp_path / "out")))
+    folder, ckpt = str(tmp_path / "hf"), str(tmp_path / "out/best.pt")
+    sample.main(sample.SampleConfig(ckpt=ckpt, export=folder))
+    (model, tokenizer, _), (again, copy, _) = sample.load_trained(ckpt), sample.load_trained(folder)
+    assert copy.spec == tokenizer.spec and (kind != "bpe" or copy.spec["bos"])
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json")
+    for line in (*text.splitlines()[:40], "Straße,  今天 😀\n\n ", "a\n", ""):
+        ids = tokenizer.encode(line).tolist() if set(line) <= set(text + "Straße, 今天 😀") else []
+        if ids:
+            assert theirs(line)["input_ids"] == ids, line
+            assert theirs.decode(ids, clean_up_tokenization_spaces=False) == line
+    if tokenizer.eot is not None:
+        assert theirs(EOT)["input_ids"] == [tokenizer.eot]
+    idx = torch.tensor([[1, 5, 9, 2]])
+    hf = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.testing.assert_close(hf(idx, attention_mask=torch.ones_like(idx)).logits, model.eval()(idx),
+                               atol=2e-5, rtol=2e-5)
+    assert torch.equal(again.eval()(idx), model(idx))
+    capsys.readouterr()
+    texts = []
+    for path in ckpt, folder:
+        sample.main(sample.SampleConfig(ckpt=path, start="The", max_new_tokens=20))
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("The")
+    train.main(train.TrainConfig(init_from=folder, data_dir=str(data), out_dir=str(tmp_path / "tuned"),
+                                 max_iters=2, block_size=16, eval_iters=1))
+    assert (tmp_path / "tuned/best.pt").exists()
+
+
+def test_gpt2_comes_from_the_hub_with_its_own_tokenizer(tmp_path, monkeypatch, capsys, mistake):
+    """From a stand-in for the hub with a small model of GPT-2's parts, in the layout of OpenAI's files."""
+    from transformers import GPT2Config, GPT2Model
+    ids = prepare.train_bpe(["the river turns and the stone waits " * 9], 20)
+    spec = dict(kind="bpe", pattern=prepare.GPT2_PATTERN, ranks=prepare.ranks_text(ids),
+                special={EOT: len(ids)})
+    hub = tmp_path / "hub/gpt2/resolve/main"
+    hub.mkdir(parents=True)
+    torch.manual_seed(0)
+    theirs = GPT2Model(GPT2Config(vocab_size=len(ids) + 1, n_positions=16, n_embd=16, n_layer=2, n_head=2))
+    theirs.save_pretrained(hub)  # without "transformer." and without a head, as OpenAI's
+    data = prepare.to_hf_tokenizer(Tokenizer(spec))
+    data["model"]["vocab"][EOT] = len(ids)  # theirs lists it there as well
+    data["pre_tokenizer"] = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True)
+    (hub / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    monkeypatch.setattr(sample, "HUB", (tmp_path / "hub").as_uri())
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer, _ = sample.load_trained("gpt2")
+    assert tokenizer.spec == spec
+    idx = torch.tensor([[3, 1, 4]])
+    expected = theirs.eval()(idx, attention_mask=torch.ones_like(idx))[0] @ theirs.wte.weight.T
+    torch.testing.assert_close(model.eval()(idx), expected, atol=2e-5, rtol=2e-5)
+    sample.main(sample.SampleConfig(ckpt="gpt2", start="the", max_new_tokens=5))
+    assert "gpt2: tokenizer bpe" in capsys.readouterr().err
+    monkeypatch.setattr(sample, "HUB", (tmp_path / "nowhere").as_uri())
+    message, _ = mistake(sample.main, sample.SampleConfig, ["--ckpt=gpt2-xl"], tmp_path)
+    assert "cannot download" in message and "--ckpt=FOLDER" in message and "tokenizer.json" in message
+    (hub / "model.safetensors").write_bytes(b"hello")
+    message, _ = mistake(sample.main, sample.SampleConfig, [f"--ckpt={hub}"], tmp_path)
+    assert "model.safetensors does not fit" in message
+    (hub / "tokenizer.json").unlink()
+    message, _ = mistake(sample.main, sample.SampleConfig, [f"--ckpt={hub}"], tmp_path)
+    assert "tokenizer.json is missing" in message
 
 
 def test_devices_and_dtypes(monkeypatch):
