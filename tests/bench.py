@@ -1,0 +1,520 @@
+"""
+Measure this project, beside others where they are at hand.
+
+    python tests/bench.py                                # the default parts, within ten minutes
+    python tests/bench.py generate quantize              # these parts
+    python tests/bench.py race --nanogpt=../nanoGPT --json=race.json
+
+What is compared takes turns within one run, so that a machine that slows down slows both; a ratio is the
+median of those of the pairs. transformers has rows of its own, and so has a nanoGPT checkout that is named.
+Times are wall-clock seconds on this machine; nothing here passes or fails.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.nn as nn  # noqa: E402
+
+import prepare  # noqa: E402
+import sample  # noqa: E402
+import train  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+
+GPT2 = dict(pos_emb="learned", norm="layernorm", norm_embd=False, qk_norm=False, activation="gelu",
+            tie_weights=True, zero_init=False, logit_softcap=0.0)
+CHAR_6X384 = dict(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65)
+GPT2_124M = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257)
+CPU_4X128 = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65)
+NANOGPT_LOSS = 1.898  # nats per character on the whole validation split, where nanoGPT's CPU recipe ends
+PRESETS = {  # text, tokenizer and settings of what a CPU trains in minutes
+    "the default": ("the plays", "bpe", []),
+    "gpt2 + nanogpt_cpu": ("Tiny Shakespeare", "char", ["config/gpt2.toml", "config/nanogpt_cpu.toml"]),
+    "nanogpt_cpu + modern_cpu": ("Tiny Shakespeare", "char",
+                                 ["config/nanogpt_cpu.toml", "config/modern_cpu.toml"]),
+    "cpu_race": ("Tiny Shakespeare", "bpe", ["config/cpu_race.toml"]),
+    "cpu_5min": ("Tiny Shakespeare", "bpe", ["config/cpu_5min.toml"]),
+}
+ABLATION_BASE = ["--max_iters=400", "--eval_interval=0", "--compile=false"]
+ABLATIONS = {  # one setting changed at a time
+    "as it is": [],
+    "another seed": ["--seed=1338"],
+    "learned positions": ["--pos_emb=learned"],
+    "LayerNorm": ["--norm=layernorm"],
+    "no norm of the embedding": ["--norm_embd=false"],
+    "no norm of q and k": ["--qk_norm=false"],
+    "GELU": ["--activation=gelu"],
+    "tied head": ["--tie_weights"],
+    "no zero init": ["--zero_init=false"],
+    "no soft-cap": ["--logit_softcap=0"],
+    "512 tokens": ["bpe_vocab_size=512"],
+    "2048 tokens": ["bpe_vocab_size=2048"],
+    "half the batch, twice the steps": ["--batch_size=6", "--max_iters=800", "--warmup_iters=200"],
+    "cosine to a tenth": ["--schedule=cosine", "--min_lr_frac=0.1"],
+    "constant": ["--schedule=constant"],
+    "half the learning rate": ["--learning_rate=2e-3"],
+    "twice the learning rate": ["--learning_rate=8e-3"],
+    "Muon": ["--optimizer=muon"],
+    "decay 0.1": ["--weight_decay=0.1"],
+    "no dropout": ["--dropout=0"],
+    "dropout of elements": ["--dropout_of=elements"],
+    "one block": ["--n_layer=1"],
+    "six blocks": ["--n_layer=6"],
+}
+
+
+def gpt2(**sizes):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**GPT2, bias=True, **sizes))
+
+
+# ------------------------------------------------------------------------------- taking turns
+
+def turns(functions, rounds=3):
+    """{name: function} → {name: [figure, …]}: each is called once a round, in turn, and returns one."""
+    values = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            values[name].append(function())
+    return values
+
+
+def rows(part, what, unit, values, base=None):
+    """Table rows from `turns`: each median, and its ratio to `base`, the median over the rounds."""
+    for name, found in values.items():
+        ratio = None
+        if base and name != base:
+            ratio = statistics.median(x / y for x, y in zip(found, values[base], strict=True))
+        yield dict(part=part, what=what, who=name, value=statistics.median(found), unit=unit, ratio=ratio,
+                   to=base, all=found)
+
+
+def seconds(function):
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def script(name, *words, **kw):
+    return subprocess.run([sys.executable, str(ROOT / name), *words], check=True, capture_output=True,
+                          text=True, encoding="utf-8", **kw)
+
+
+PEAK = """
+try:  # not ru_maxrss, which on Linux starts at what the parent had
+    status = open("/proc/self/status", encoding="utf-8").read()
+    print(int(status.partition("VmHWM:")[2].split()[0]) / 1024)
+except OSError:
+    import resource, sys
+    unit = 1024 ** 2 if sys.platform == "darwin" else 1024
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit)
+"""
+
+
+def peak_megabytes(code):
+    """The most memory that Python code, run in a process of its own, ever had."""
+    env = os.environ | dict(PYTHONPATH=str(ROOT), PYTHONIOENCODING="utf-8")
+    end = subprocess.run([sys.executable, "-c", f"{code}\n{PEAK}"], capture_output=True, text=True, env=env,
+                         encoding="utf-8")
+    if end.returncode:
+        raise RuntimeError(end.stderr)
+    return float(end.stdout.split()[-1])
+
+
+def nanogpt(path, sizes):
+    """nanoGPT's model from a checkout, with random weights."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(path, "model.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.manual_seed(0)
+    with contextlib.redirect_stdout(io.StringIO()):
+        return module.GPT(module.GPTConfig(dropout=0.0, **sizes))
+
+
+# ------------------------------------------------------------------------------- generation
+
+def ours(model, prompt_length, n, B=1):
+    """A function that measures tokens per second; what reads the prompt is part of the time."""
+    def speed():
+        prompts, count = [[1] * prompt_length] * B, 0
+        start = time.perf_counter()
+        for _ in sample.generate(model, prompts, n, model.config.vocab_size, batch_size=B, temperature=0.8,
+                                 top_k=200):
+            count += 1
+        return count / (time.perf_counter() - start)
+    return speed
+
+
+def theirs(generate, prompt_length, n):
+    """The same for a function (idx, n) of another project."""
+    @torch.inference_mode()
+    def speed():
+        idx = torch.ones(1, prompt_length, dtype=torch.long)
+        return n / seconds(lambda: generate(idx, n))
+    return speed
+
+
+def others(options, sizes, prompt_length, n):
+    """nanoGPT and transformers at the same sizes, with random weights."""
+    found = {}
+    if options.nanogpt:
+        nano = nanogpt(options.nanogpt, dict(bias=True, **sizes)).eval()
+        found["nanoGPT"] = theirs(lambda idx, n: nano.generate(idx, n, temperature=0.8, top_k=200),
+                                  prompt_length, n)
+    with contextlib.suppress(ImportError):
+        from transformers import GPT2Config, GPT2LMHeadModel
+        hf = GPT2LMHeadModel(GPT2Config(
+            vocab_size=sizes["vocab_size"], n_positions=sizes["block_size"], n_layer=sizes["n_layer"],
+            n_head=sizes["n_head"], n_embd=sizes["n_embd"])).eval()
+
+        def generate(idx, n):
+            hf.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=n, min_new_tokens=n,
+                        do_sample=True, temperature=0.8, top_k=200, pad_token_id=0)
+        found["transformers"] = theirs(generate, prompt_length, n)
+    return found
+
+
+def generate_part(options):
+    """Tokens per second, one text and many."""
+    cases = [("6 × 384, 255 tokens", CHAR_6X384, 1, 255), ("124M, first 128 tokens", GPT2_124M, 1, 127),
+             ("124M, 16 tokens at context 512", GPT2_124M, 512, 16)]
+    for what, sizes, prompt_length, n in cases:
+        model = gpt2(**sizes).eval()
+        functions = dict(ours=ours(model, prompt_length, n)) | others(options, sizes, prompt_length, n)
+        for function in functions.values():  # the first call is slower: it finds its memory
+            function()
+        yield from rows("generate", what, "tokens/s", turns(functions), "ours")
+    for what, sizes, n in ("6 × 384", CHAR_6X384, 200), ("124M", GPT2_124M, 48):
+        model = gpt2(**sizes).eval()
+        functions = {f"{B} at once": ours(model, 1, n, B) for B in (1, 16)}
+        yield from rows("generate", f"{what}, texts together", "tokens/s", turns(functions), "1 at once")
+
+
+def quantize_part(options):
+    """Tokens per second and megabytes with small weights."""
+    for what, sizes, n in ("6 × 384", CHAR_6X384, 255), ("124M", GPT2_124M, 64):
+        models = {kind: gpt2(**sizes).eval() for kind in ("float32", "int8", "int4")}
+        for kind in "int8", "int4":
+            sample.quantize(models[kind], kind)
+        functions = {kind: ours(model, 1, n) for kind, model in models.items()}
+        for function in functions.values():
+            function()
+        yield from rows("quantize", f"{what}, {n} tokens", "tokens/s", turns(functions), "float32")
+        sizes = {kind: [sample.megabytes(model)] for kind, model in models.items()}
+        yield from rows("quantize", f"{what}, weights", "MB", sizes, "float32")
+
+
+def start_part(options):
+    """Seconds from the start of sample.py to its first token, beside `import torch`."""
+    with tempfile.TemporaryDirectory() as folder:
+        data, out = Path(folder, "data"), Path(folder, "out")
+        text = Path(folder, "text.txt")
+        text.write_text("The river turns, and the stone waits.\n" * 200, encoding="utf-8")
+        script("prepare.py", f"--text={text}", "--tokenizer=char", f"--data_dir={data}")
+        script("train.py", f"--data_dir={data}", f"--out_dir={out}", "--max_iters=2", "--block_size=32")
+        words = [f"--ckpt={out}/best.pt", "--start=The", "--max_new_tokens=1"]
+        functions = {
+            "import torch": lambda: seconds(lambda: subprocess.run([sys.executable, "-c", "import torch"])),
+            "sample.py, one token": lambda: seconds(lambda: script("sample.py", *words))}
+        yield from rows("start", "from the command to the end", "s", turns(functions, 5), "import torch")
+
+
+# ------------------------------------------------------------------------------- preparing
+
+def words_of(size):
+    """A text by a bag of made-up words, `size` characters of it."""
+    import random
+    rng = random.Random(0)
+    syllables = [a + b for a in "bcdfglmnprst" for b in ("a", "e", "i", "o", "u", "ar", "en", "is")]
+    words = ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(20_000)]
+    weights = [1 / (i + 1) for i in range(len(words))]  # Zipf's law
+    text, length = [], 0
+    while length < size:
+        line = " ".join(rng.choices(words, weights, k=12)).capitalize() + ".\n"
+        text.append(line)
+        length += len(line)
+    return "".join(text)
+
+
+def prepare_part(options):
+    """Megabytes a second into GPT-2's tokens, beside one call of tiktoken, and peak memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        text, small = Path(folder, "text.txt"), Path(folder, "small.txt")
+        text.write_text(words_of(40_000_000), encoding="utf-8")
+        small.write_text(words_of(4_000_000), encoding="utf-8")
+        tokenizer = prepare.Tokenizer(prepare.tiktoken_spec("gpt2"))
+        content = text.read_text(encoding="utf-8")
+
+        def whole():
+            return 40 / seconds(lambda: tokenizer.encoding.encode_ordinary(content))
+
+        def by_prepare(path=text, megabytes=40):
+            cfg = prepare.PrepareConfig([str(path)], str(Path(folder, "data")), "gpt2")
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                spent = seconds(lambda: prepare.main(cfg))
+            for file in Path(folder, "data").iterdir():
+                file.unlink()
+            return megabytes / spent
+
+        functions = {"tiktoken in one call": whole, "prepare.py": by_prepare}
+        yield from rows("prepare", "40 MB, GPT-2's tokens", "MB/s", turns(functions), "tiktoken in one call")
+        code = "import prepare\nprepare.main(prepare.PrepareConfig([{!r}], {!r}, 'gpt2'))"
+        peaks = {f"{name} MB": [peak_megabytes(code.format(str(path), str(Path(folder, name))))]
+                 for name, path in (("4", small), ("40", text))}
+        yield from rows("prepare", "peak memory of a text of", "MB", peaks)
+
+
+# ------------------------------------------------------------------------------- training
+
+def step_speed(model, loss, B=12, T=64):
+    """A function that measures training tokens per second, over 20 steps of AdamW."""
+    x = torch.randint(65, (B, T + 1), generator=torch.Generator().manual_seed(0))
+    x, y = x[:, :-1].contiguous(), x[:, 1:].contiguous()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step():
+        loss(x, y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    return lambda: 20 * B * T / seconds(lambda: [step() for _ in range(20)])
+
+
+def steps_part(options):
+    """Training tokens per second at the shape of nanoGPT's CPU recipe: 4 × 128, 12 × 64 characters."""
+    functions = {}
+    for parts, kw in ("GPT-2's parts", GPT2 | dict(bias=False)), ("modern parts", {}):
+        for compiled in False, True:
+            model = GPT(GPTConfig(**CPU_4X128, **kw))
+            objective = train.Objective(model)
+            objective = torch.compile(objective) if compiled else objective
+            functions[f"{parts}, {'compiled' if compiled else 'eager'}"] = step_speed(
+                model, lambda x, y, objective=objective: objective(x, y)[0] / y.numel())
+    if options.nanogpt:
+        nano = nanogpt(options.nanogpt, dict(bias=False, **CPU_4X128)).train()
+        functions["nanoGPT, eager"] = step_speed(nano, lambda x, y: nano(x, y)[1])
+        fast = torch.compile(nano)
+        functions["nanoGPT, compiled"] = step_speed(nano, lambda x, y: fast(x, y)[1])
+    base = "nanoGPT, eager" if options.nanogpt else "GPT-2's parts, eager"
+    yield from rows("steps", "4 × 128, batch 12 × 64", "tokens/s", turns(functions, 7), base)
+
+
+STEP = """
+import torch
+{build}
+x, y = torch.randint(50257, (2, 4, 1024), generator=torch.Generator().manual_seed(0))
+for _ in range(2):
+    loss(x, y).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+"""
+OURS = """
+import train
+from model import GPT, GPTConfig
+from tests.bench import GPT2, GPT2_124M
+cfg = train.TrainConfig(activation_checkpointing={saving})
+model = GPT(GPTConfig(**GPT2, bias=True, **GPT2_124M))
+train.save_activations(model) if {saving} else None
+objective = train.Objective(model)
+if not {saving}:
+    objective.most = 2 ** 40
+loss = lambda x, y: objective(x, y)[0] / y.numel()
+[optimizer] = train.make_optimizers(model, cfg)
+"""
+THEIRS = """
+from tests.bench import GPT2_124M, nanogpt
+model = nanogpt({path!r}, dict(bias=True, **GPT2_124M)).train()
+loss = lambda x, y: model(x, y)[1]
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+"""
+
+
+def memory_part(options):
+    """Peak memory of two training steps of GPT-2 124M, 4 windows of 1,024 tokens, float32."""
+    found = {}
+    for name, saving in ("plain", False), ("activation_checkpointing, head in parts", True):
+        found[name] = [peak_megabytes(STEP.format(build=OURS.format(saving=saving))) / 1000]
+    if options.nanogpt:
+        build = THEIRS.format(path=str(Path(options.nanogpt).resolve()))
+        found["nanoGPT"] = [peak_megabytes(STEP.format(build=build)) / 1000]
+    yield from rows("memory", "124M, batch 4 × 1024, float32", "GB", found, "plain")
+
+
+# ------------------------------------------------------------------------------- whole runs
+
+def train_words(words, folder):
+    """Run train.py in a process of its own; returns the facts of the run."""
+    out = Path(folder, f"out{time.monotonic_ns()}")
+    peak = peak_megabytes("import train\nfrom config import parse\n"
+                          f"train.main(parse(train.TrainConfig, {[*words, f'--out_dir={out}']!r}))")
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    last, final = [record for record in records if "seconds" in record][-1], records[-1]
+    return dict(command="python train.py " + " ".join(words), steps=last["step"],
+                seconds=round(last["seconds"], 1), loss=final["final_loss"],
+                bits_per_byte=final["final_bpb"], nats_per_byte=final["final_bpb"] * math.log(2),
+                peak_gb=round(peak / 1000, 2))
+
+
+def nanogpt_seconds(path, text):
+    """Train nanoGPT's CPU recipe on a text; returns the seconds of its steps, without evaluation."""
+    data = Path(path, "data/shakespeare_char")
+    (data / "input.txt").write_text(text, encoding="utf-8")
+    subprocess.run([sys.executable, "prepare.py"], cwd=data, check=True, capture_output=True)
+    words = ("config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=1 --log_interval=1 "
+             "--eval_interval=100000 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 "
+             "--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0").split()
+    end = subprocess.run([sys.executable, "train.py", *words], cwd=path, check=True, capture_output=True,
+                         text=True)
+    times = [float(ms) for ms in re.findall(r"iter \d+: loss .*, time ([\d.]+)ms", end.stdout)]
+    return sum(times[1:]) / 1000  # the first one evaluates
+
+
+def race_part(options):
+    """Training seconds to the loss that nanoGPT's CPU recipe ends with, on Tiny Shakespeare, in pairs."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = f"--data_dir={folder}/data"
+        script("prepare.py", f"--text={options.text}", data)
+        meta, tokenizer = prepare.load_data(f"{folder}/data")
+        text = "".join(tokenizer.decode(np.fromfile(prepare.data_path(f"{folder}/data", meta, split),
+                                                    meta["dtype"])) for split in ("train", "val"))
+        runs = []
+
+        def race():
+            runs.append(train_words(["config/cpu_race.toml", data], folder))
+            return runs[-1]["seconds"]
+        functions = {"ours": race}
+        if options.nanogpt:
+            functions = {"nanoGPT": lambda: nanogpt_seconds(options.nanogpt, text)} | functions
+        base = "nanoGPT" if options.nanogpt else None
+        yield from rows("race", "training time", "s", turns(functions), base)
+        losses = {"ours": [run["nats_per_byte"] for run in runs], "nanoGPT's, to reach": [NANOGPT_LOSS]}
+        yield from rows("race", "loss on the whole validation split", "nats/char", losses)
+
+
+def presets_part(options):
+    """Train each preset that a CPU can; --store keeps the facts for the README's table."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {}
+        for name, (text, tokenizer, files) in PRESETS.items():
+            text = options.text if text == "Tiny Shakespeare" else "shakespeare"
+            data = Path(folder, f"{text}-{tokenizer}".replace("/", "-"))
+            script("prepare.py", f"--text={text}", f"--tokenizer={tokenizer}", f"--data_dir={data}")
+            runs[name] = train_words([*files, f"--data_dir={data}"], folder) | dict(
+                command="python train.py " + " ".join(files))
+            yield from rows("presets", name, "nats/byte", {"loss": [runs[name]["nats_per_byte"]]})
+            yield from rows("presets", name, "s", {"training time": [runs[name]["seconds"]]})
+            yield from rows("presets", name, "GB", {"peak memory": [runs[name]["peak_gb"]]})
+    if options.store:
+        keep("presets.json", "python tests/bench.py presets --store", runs)
+
+
+def ablations_part(options):
+    """Change the five-minute preset one setting at a time, on a slice held out of the training text."""
+    with tempfile.TemporaryDirectory() as folder:
+        script("prepare.py", f"--text={options.text}", "--tokenizer=byte", f"--data_dir={folder}/all")
+        meta, tokenizer = prepare.load_data(f"{folder}/all")
+        ids = np.fromfile(prepare.data_path(f"{folder}/all", meta, "train"), meta["dtype"])
+        Path(folder, "train.txt").write_text(tokenizer.decode(ids), encoding="utf-8", newline="")
+        runs = {}
+        for name, flags in ABLATIONS.items():
+            size = 1024
+            if flags and flags[0].startswith("bpe_vocab_size="):
+                size, flags = int(flags[0].partition("=")[2]), flags[1:]
+            data = Path(folder, f"data{size}")
+            if not data.exists():
+                script("prepare.py", f"--text={folder}/train.txt", f"--bpe_vocab_size={size}",
+                       f"--data_dir={data}")
+            words = ["config/cpu_5min.toml", *ABLATION_BASE, *flags]
+            runs[name] = train_words([*words, f"--data_dir={data}"], folder) | dict(
+                command="python train.py " + " ".join(words), bpe_vocab_size=size)
+            print(f"{name}: {runs[name]['nats_per_byte']:.4f} nats per byte, {runs[name]['seconds']} s",
+                  file=sys.stderr)
+            yield from rows("ablations", name, "nats/byte", {"loss": [runs[name]["nats_per_byte"]]})
+            if options.store:
+                keep("ablations.json", "python tests/bench.py ablations --store", runs)
+
+
+def keep(name, command, runs):
+    """Store results for the course: with the command that made them, and on what."""
+    facts = dict(command=command, torch=torch.__version__, cores=os.cpu_count(), machine=platform.machine())
+    text = json.dumps(facts | dict(runs=runs), indent=1, ensure_ascii=False)
+    (ROOT / "notebooks/results").mkdir(exist_ok=True)
+    (ROOT / "notebooks/results" / name).write_text(text + "\n", encoding="utf-8")
+
+
+def table_part(options):
+    """The README's table, from what `presets --store` measured."""
+    print(table())
+    return ()
+
+
+def table():
+    stored = json.loads((ROOT / "notebooks/results/presets.json").read_text(encoding="utf-8"))["runs"]
+    lines = ["| preset | text | nats per byte | bits per byte | training | memory |", "|---" * 6 + "|"]
+    for name, run in stored.items():
+        lines.append(f"| {name} | {PRESETS[name][0]}, {PRESETS[name][1]} | {run['nats_per_byte']:.3f} | "
+                     f"{run['bits_per_byte']:.3f} | {run['seconds']:.0f} s | {run['peak_gb']:.1f} GB |")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------- the command
+
+PARTS = {function.__name__[:-5]: function for function in (
+    start_part, generate_part, quantize_part, steps_part, memory_part, prepare_part, table_part, race_part,
+    presets_part, ablations_part)}
+DEFAULT = list(PARTS)[:7]
+
+
+def show(row):
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:7.2f} × {row['to']}"
+    name = f"{row['part']:9} {row['what']:36} {row['who']:40}"
+    print(f"{name} {row['value']:10.4g} {row['unit']:9} {ratio}", flush=True)
+
+
+def main(words=None):
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help="; ".join(
+        f"{name}: {function.__doc__.splitlines()[0]}" for name, function in PARTS.items()))
+    parser.add_argument("--json", default="", help="a file to write all figures to")
+    parser.add_argument("--nanogpt", default="", help="a checkout of nanoGPT to compare with")
+    parser.add_argument("--text", default="tinyshakespeare", help="Tiny Shakespeare, as prepare.py's --text")
+    parser.add_argument("--store", action="store_true", help="keep what presets and ablations find, in "
+                        "notebooks/results")
+    options = parser.parse_args(words)
+    for name in options.parts:
+        if name not in PARTS:
+            parser.error(f"there is no part {name!r}; there are {', '.join(PARTS)}")
+    if options.nanogpt and not Path(options.nanogpt, "model.py").exists():
+        parser.error(f"--nanogpt={options.nanogpt} is no checkout of nanoGPT: it has no model.py")
+    found = []
+    for name in options.parts or DEFAULT:
+        for row in PARTS[name](options):
+            show(row)
+            found.append(row)
+            if options.json:
+                facts = dict(torch=torch.__version__, threads=torch.get_num_threads(), rows=found)
+                Path(options.json).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
