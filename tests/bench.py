@@ -239,55 +239,51 @@ def start_part(options):
 # ------------------------------------------------------------------------------- preparing
 
 def words_of(size):
-    """A text by a bag of made-up words, `size` characters of it."""
-    import random
-    rng = random.Random(0)
+    """A text of about `size` characters from a bag of made-up words, by Zipf's law."""
+    g = np.random.default_rng(0)
     syllables = [a + b for a in "bcdfglmnprst" for b in ("a", "e", "i", "o", "u", "ar", "en", "is")]
-    words = ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(20_000)]
-    weights = [1 / (i + 1) for i in range(len(words))]  # Zipf's law
-    text, length = [], 0
-    while length < size:
-        line = " ".join(rng.choices(words, weights, k=12)).capitalize() + ".\n"
-        text.append(line)
-        length += len(line)
-    return "".join(text)
+    words = np.array(["".join(g.choice(syllables, g.integers(1, 5))) for _ in range(20_000)])
+    weights = 1 / np.arange(1, len(words) + 1)
+    lines = g.choice(words, (size // 70, 12), p=weights / weights.sum())
+    return "".join(f"{' '.join(line).capitalize()}.\n" for line in lines)
 
 
 def prepare_part(options):
     """Megabytes a second into GPT-2's tokens, beside one call of tiktoken, and peak memory."""
     with tempfile.TemporaryDirectory() as folder:
         text, small = Path(folder, "text.txt"), Path(folder, "small.txt")
-        text.write_text(words_of(40_000_000), encoding="utf-8")
-        small.write_text(words_of(4_000_000), encoding="utf-8")
+        content = words_of(20_000_000)
+        text.write_text(content, encoding="utf-8")
+        small.write_text(content[:len(content) // 10], encoding="utf-8")
         tokenizer = prepare.Tokenizer(prepare.tiktoken_spec("gpt2"))
-        content = text.read_text(encoding="utf-8")
+        size = len(content) / 1e6
 
         def whole():
-            return 40 / seconds(lambda: tokenizer.encoding.encode_ordinary(content))
+            return size / seconds(lambda: tokenizer.bpe.encode_ordinary(content))
 
-        def by_prepare(path=text, megabytes=40):
-            cfg = prepare.PrepareConfig([str(path)], str(Path(folder, "data")), "gpt2")
+        def by_prepare():
+            cfg = prepare.PrepareConfig([str(text)], str(Path(folder, "data")), "gpt2")
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 spent = seconds(lambda: prepare.main(cfg))
             for file in Path(folder, "data").iterdir():
                 file.unlink()
-            return megabytes / spent
+            return size / spent
 
         functions = {"tiktoken in one call": whole, "prepare.py": by_prepare}
-        yield from rows("prepare", "40 MB, GPT-2's tokens", "MB/s", turns(functions), "tiktoken in one call")
+        yield from rows("prepare", f"{size:.0f} MB, GPT-2's tokens", "MB/s", turns(functions),
+                        "tiktoken in one call")
         code = "import prepare\nprepare.main(prepare.PrepareConfig([{!r}], {!r}, 'gpt2'))"
-        peaks = {f"{name} MB": [peak_megabytes(code.format(str(path), str(Path(folder, name))))]
-                 for name, path in (("4", small), ("40", text))}
+        peaks = {f"{path.stat().st_size / 1e6:.0f} MB":
+                 [peak_megabytes(code.format(str(path), f"{path}.data"))] for path in (small, text)}
         yield from rows("prepare", "peak memory of a text of", "MB", peaks)
 
 
 # ------------------------------------------------------------------------------- training
 
-def step_speed(model, loss, B=12, T=64):
-    """A function that measures training tokens per second, over 20 steps of AdamW."""
+def step_speed(model, loss, optimizer, B=12, T=64):
+    """A function that measures training tokens per second, over 20 steps."""
     x = torch.randint(65, (B, T + 1), generator=torch.Generator().manual_seed(0))
     x, y = x[:, :-1].contiguous(), x[:, 1:].contiguous()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step():
         loss(x, y).backward()
@@ -306,14 +302,17 @@ def steps_part(options):
         for compiled in False, True:
             model = GPT(GPTConfig(**CPU_4X128, **kw))
             objective = train.Objective(model)
-            objective = torch.compile(objective) if compiled else objective
+            objective = torch.compile(objective, options=train.COMPILER) if compiled else objective
             functions[f"{parts}, {'compiled' if compiled else 'eager'}"] = step_speed(
-                model, lambda x, y, objective=objective: objective(x, y)[0] / y.numel())
+                model, lambda x, y, objective=objective: objective(x, y)[0] / y.numel(),
+                *train.make_optimizers(model, train.TrainConfig()))
     if options.nanogpt:
         nano = nanogpt(options.nanogpt, dict(bias=False, **CPU_4X128)).train()
-        functions["nanoGPT, eager"] = step_speed(nano, lambda x, y: nano(x, y)[1])
+        with contextlib.redirect_stdout(io.StringIO()):
+            adamw = nano.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
+        functions["nanoGPT, eager"] = step_speed(nano, lambda x, y: nano(x, y)[1], adamw)
         fast = torch.compile(nano)
-        functions["nanoGPT, compiled"] = step_speed(nano, lambda x, y: fast(x, y)[1])
+        functions["nanoGPT, compiled"] = step_speed(nano, lambda x, y: fast(x, y)[1], adamw)
     base = "nanoGPT, eager" if options.nanogpt else "GPT-2's parts, eager"
     yield from rows("steps", "4 × 128, batch 12 × 64", "tokens/s", turns(functions, 7), base)
 
