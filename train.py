@@ -43,8 +43,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -153,13 +151,15 @@ def total(numbers):
 
 def whole(tensor):
     """A tensor as it is, or put together from the parts that the processes have (FSDP); all must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def part_like(p, tensor):
     """The inverse: what this process has of a whole tensor that is shared out as the parameter p is."""
-    tensor = tensor.to(p.device)
-    return distribute_tensor(tensor, p.device_mesh, p.placements) if isinstance(p, DTensor) else tensor
+    if not hasattr(p, "full_tensor"):
+        return tensor.to(p.device)
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements)
 
 
 def say(text, file=None):
@@ -614,6 +614,7 @@ def save_activations(model):
 
 def shard(objective, device):
     """Share the weights out among the processes: those of a block are together only while it works."""
+    from torch.distributed.fsdp import fully_shard  # imports much that nobody else needs
     mesh = dist.init_device_mesh(device.type, place()[1:])
     for block in objective.model.transformer.h:
         fully_shard(block, mesh=mesh)
@@ -785,7 +786,7 @@ def memory_advice(cfg):
             raise
         if cfg.batch_size > 1:
             advice = (f"--batch_size={cfg.batch_size // 2} with --gradient_accumulation_steps="
-                      f"{2 * cfg.gradient_accumulation_steps} takes the same steps in half the memory")
+                      f"{2 * cfg.gradient_accumulation_steps} makes as large a step in half the memory")
         else:
             advice = "--activation_checkpointing takes less, and so does a smaller block_size or n_embd"
         raise ValueError(f"out of memory at batch_size = {cfg.batch_size}: {advice}") from None

@@ -1,5 +1,7 @@
 """README.md: its commands parse, its files exist, its links lead somewhere."""
 
+import json
+import math
 import re
 import shlex
 import subprocess
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import bench
 import prepare
 import sample
 import train
@@ -58,3 +61,44 @@ def test_ci_runs_the_test_command():
     picked = re.search(r"command=\$\((.*)\)", script)[1]
     found = subprocess.run(["bash", "-c", picked], cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
     assert found.stdout == block and "pytest" in block and "requirements-dev.txt" in block
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda p: p.name)
+def test_the_table_is_what_the_bench_measured(path):
+    assert bench.table() in path.read_text(encoding="utf-8")
+
+
+def test_results_tell_where_they_come_from(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for path in (ROOT / "notebooks/results").glob("*.json"):
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        assert re.fullmatch(r"python tests/bench.py (\w+) --store", stored["command"])[1] == path.stem
+        for name, run in stored["runs"].items():
+            assert run["command"].startswith("python train.py") and run["seconds"] > 0
+            assert run["nats_per_byte"] == pytest.approx(run["bits_per_byte"] * math.log(2)), name
+            assert parse(train.TrainConfig, shlex.split(run["command"])[2:])
+    assert set(stored_runs("ablations")) == set(bench.ABLATIONS)
+    assert set(stored_runs("presets")) == set(bench.PRESETS)
+
+
+def stored_runs(name):
+    return json.loads((ROOT / f"notebooks/results/{name}.json").read_text(encoding="utf-8"))["runs"]
+
+
+def test_the_bench_takes_turns_and_compares_pairs():
+    calls = []
+    functions = {"a": lambda: calls.append("a") or len(calls), "b": lambda: calls.append("b") or 8}
+    values = bench.turns(functions, 3)
+    assert "".join(calls) == "ababab" and values == {"a": [1, 3, 5], "b": [8, 8, 8]}
+    first, second = bench.rows("part", "what", "unit", values, base="b")
+    assert (first["value"], first["ratio"], second["ratio"]) == (3, 3 / 8, None)
+    peaks = [bench.peak_megabytes(code) for code in ("x = b'x' * 300_000_000", "")]
+    assert peaks[0] - peaks[1] == pytest.approx(300, abs=20)
+
+
+@pytest.mark.parametrize("words, message", [(["nothing"], "there is no part 'nothing'"),
+                                            (["--nanogpt=nowhere"], "--nanogpt=nowhere is no checkout")])
+def test_what_the_bench_cannot_do(words, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        bench.main(words)
+    assert end.value.code == 2 and message in capsys.readouterr().err
