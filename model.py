@@ -86,8 +86,10 @@ def rotate(x, cos, sin):
 def drop(x, config, training):
     """Set a share of x (B, T, C) to 0 and scale up the rest, in training: single elements (Srivastava et al.
     2014), or channels along the whole text (Gal & Ghahramani 2016, https://arxiv.org/abs/1512.05287)."""
-    if config.dropout_of == "elements" or not training or not config.dropout:
-        return F.dropout(x, config.dropout, training)
+    if not training or not config.dropout:
+        return x
+    if config.dropout_of == "elements":
+        return F.dropout(x, config.dropout)
     return x * F.dropout(torch.ones_like(x[:, :1]), config.dropout)  # (B, 1, C) random numbers are soon drawn
 
 

@@ -189,7 +189,9 @@ def generate(model, prompts, max_new_tokens, vocab_size, seed=1337, kv_cache=Tru
         if any_weight.device.type == "mps":  # which has no float64
             logits = logits.cpu()
         u = torch.tensor([row.stream.random() for row in rows], dtype=torch.float64, device=logits.device)
-        seen = torch.stack([row.seen for row in rows]).to(logits.device)
+        seen = None  # which only the penalty asks for
+        if choice.get("repetition_penalty", 1) != 1:
+            seen = torch.stack([row.seen for row in rows]).to(logits.device)
         for b, token in enumerate(next_token(logits, u, seen, **choice).tolist()):
             row = rows[b]
             row.left, row.seen[token] = row.left - 1, True

@@ -122,8 +122,11 @@ class TrainConfig(GPTConfig):
                 raise ValueError(f"{name} = {getattr(self, name)} must be above 0")
         if self.eval_sample and not self.causal:
             raise ValueError(f"eval_sample = {self.eval_sample}: only causal models write texts")
-        if self.fsdp and (self.optimizer == "muon" or self.dtype == "float16" or self.eval_sample):
-            raise ValueError("fsdp = true goes without optimizer = muon, dtype = float16 and eval_sample")
+        for name, value in dict(optimizer="muon", dtype="float16", compile="true").items():
+            if self.fsdp and getattr(self, name) == value:
+                raise ValueError(f"{name} = {value} does not go together with fsdp = true")
+        if self.fsdp and self.eval_sample:
+            raise ValueError(f"eval_sample = {self.eval_sample} does not go together with fsdp = true")
 
 
 COMPILER = {"cpp.use_decompose_tanh": True}  # on CPUs GELU's tanh is made of exp: a step is a tenth faster
@@ -435,6 +438,7 @@ def settings_of(cfg):
 
 
 def whole_weights(model):
+    """The model's state_dict, put together where processes share it out."""
     weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
     return {name: weights.get(name, weights["transformer.wte.weight"]) for name in model.state_dict()}  # tied
 

@@ -946,7 +946,8 @@ def test_two_processes_take_the_steps_of_one(char_data, tmp_path, kind):
     env = os.environ | dict(OMP_NUM_THREADS="1")
 
     one = script(*words, f"--out_dir={tmp_path}/one", env=env)
-    two = torchrun(*words, f"--out_dir={tmp_path}/two", f"--fsdp={kind == 'fsdp'}")
+    more = ["--fsdp", "--activation_checkpointing"] if kind == "fsdp" else []
+    two = torchrun(*words, *more, f"--out_dir={tmp_path}/two")
     assert one.returncode == two.returncode == 0, two.stderr[-2000:]
     assert "× 2 processes" in two.stdout and two.stdout.count("best.pt (step") == 1
     for column in "loss", "grad_norm", "val_loss", "final_loss":
@@ -1021,6 +1022,7 @@ def test_curves_of_any_log(tmp_path, lines):
     (["--init_from=foreign.pt"], ["foreign.pt is damaged"]),
     (["--eval_only"], ["best.pt does not exist"]), (["--optimizer=sgd"], ["optimizer", "adamw|muon"]),
     (["--fsdp"], ["fsdp = true", "torchrun"]), (["--fsdp", "--optimizer=muon"], ["fsdp = true", "muon"]),
+    (["--fsdp", "--eval_sample=9"], ["fsdp = true", "eval_sample = 9"]),
     (["--peak_tflops=-1"], ["peak_tflops = -1.0"]),
     (["--data_dir=small", "--block_size=3", "--out_dir=file"], ["file"]),
 ])
