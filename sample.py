@@ -506,8 +506,12 @@ def load_folder(path):
     else:
         otherwise = f"with the others of {', '.join(names)}, in a folder, and give --ckpt=FOLDER"
         files = [download(f"{HUB}/{path}/resolve/main/{name}", otherwise=otherwise) for name in names]
-    model, config = load_hf(*files[:2])
-    tokenizer = from_hf_tokenizer(json.loads(files[2].read_text(encoding="utf-8")))
+    try:
+        model, config = load_hf(*files[:2])
+        tokenizer = from_hf_tokenizer(json.loads(files[2].read_text(encoding="utf-8")))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds no model that can be read here ({type(error).__name__}: {error}); "
+                         "GPT-2's class and nanochat's can, with a byte-level BPE") from None
     if model.config.vocab_size < tokenizer.vocab_size:
         raise ValueError(f"{path} holds a model of {model.config.vocab_size} tokens, but a tokenizer of "
                          f"{tokenizer.vocab_size}")
@@ -515,7 +519,7 @@ def load_folder(path):
 
 
 def export(folder, model, tokenizer):
-    """Write Hugging Face's three files; load_folder reads them, and so do transformers and vLLM."""
+    """Write Hugging Face's three files; load_folder reads them, and so does transformers."""
     layout = {name: True for name in ("bos", "reverse", "pairs") if tokenizer.spec.get(name)}
     save_hf(folder, model, text_layout=layout, eos_token_id=tokenizer.eot, bos_token_id=tokenizer.eot)
     Path(folder, "tokenizer.json").write_text(json.dumps(to_hf_tokenizer(tokenizer), ensure_ascii=False),

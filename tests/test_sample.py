@@ -738,9 +738,17 @@ def test_gpt2_comes_from_the_hub_with_its_own_tokenizer(tmp_path, monkeypatch, c
     monkeypatch.setattr(sample, "HUB", (tmp_path / "nowhere").as_uri())
     message, _ = mistake(sample.main, sample.SampleConfig, ["--ckpt=gpt2-xl"], tmp_path)
     assert "cannot download" in message and "--ckpt=FOLDER" in message and "tokenizer.json" in message
+    weights = (hub / "model.safetensors").read_bytes()
     (hub / "model.safetensors").write_bytes(b"hello")
     message, _ = mistake(sample.main, sample.SampleConfig, [f"--ckpt={hub}"], tmp_path)
     assert "model.safetensors does not fit" in message
+    for name, content in ("tokenizer.json", "{"), ("tokenizer.json", '{"model": {}}'), ("config.json", "[]"):
+        old = (hub / name).read_bytes()
+        (hub / "model.safetensors").write_bytes(weights)
+        (hub / name).write_text(content, encoding="utf-8")
+        message, _ = mistake(sample.main, sample.SampleConfig, [f"--ckpt={hub}"], tmp_path)
+        assert "holds no model that can be read here" in message
+        (hub / name).write_bytes(old)
     (hub / "tokenizer.json").unlink()
     message, _ = mistake(sample.main, sample.SampleConfig, [f"--ckpt={hub}"], tmp_path)
     assert "tokenizer.json is missing" in message
