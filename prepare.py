@@ -280,8 +280,8 @@ def merged_from(token, ranks):
 def to_hf_tokenizer(tokenizer):
     """tokenizer.json as a dict, for Hugging Face's tokenizers: the same ids for the same text."""
     spec = tokenizer.spec
-    pattern = dict(Regex=spec.get("pattern", r"[\s\S]"))
-    splits = [dict(type="Split", pattern=pattern, behavior="Isolated", invert=False)]
+    pattern = spec.get("pattern", r"[\s\S]")  # a character, a byte or a word at a time
+    steps = [dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)]
     if spec["kind"] == "char":
         model = dict(type="WordLevel", vocab={char: i for i, char in enumerate(spec["chars"])}, unk_token="")
         decoder = dict(type="Fuse")
@@ -292,11 +292,11 @@ def to_hf_tokenizer(tokenizer):
         merges = [[spell[part] for part in merged_from(token, ranks)] for token in ranks if len(token) > 1]
         model = dict(type="BPE", vocab={spell[token]: i for token, i in ranks.items()}, merges=merges)
         decoder = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-        splits = [split for split in splits if "pattern" in spec] + [decoder]
+        steps.append(decoder)
     added = [dict(id=i, content=name, special=True, single_word=False, lstrip=False, rstrip=False,
                   normalized=False) for name, i in tokenizer.special.items()]
     return dict(version="1.0", added_tokens=added, decoder=decoder, model=model,
-                pre_tokenizer=dict(type="Sequence", pretokenizers=splits))
+                pre_tokenizer=dict(type="Sequence", pretokenizers=steps))
 
 
 def from_hf_tokenizer(config):

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -38,8 +39,7 @@ import sample  # noqa: E402
 import train  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
-GPT2 = dict(pos_emb="learned", norm="layernorm", norm_embd=False, qk_norm=False, activation="gelu",
-            tie_weights=True, zero_init=False, logit_softcap=0.0)
+GPT2 = tomllib.loads((ROOT / "config/gpt2.toml").read_text(encoding="utf-8"))
 CHAR_6X384 = dict(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65)
 GPT2_124M = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257)
 CPU_4X128 = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65)
@@ -82,7 +82,7 @@ ABLATIONS = {  # one setting changed at a time
 
 def gpt2(**sizes):
     torch.manual_seed(0)
-    return GPT(GPTConfig(**GPT2, bias=True, **sizes))
+    return GPT(GPTConfig(**GPT2 | sizes))
 
 
 # ------------------------------------------------------------------------------- taking turns
@@ -328,7 +328,7 @@ import train
 from model import GPT, GPTConfig
 from tests.bench import GPT2, GPT2_124M
 cfg = train.TrainConfig(activation_checkpointing={saving})
-model = GPT(GPTConfig(**GPT2, bias=True, **GPT2_124M))
+model = GPT(GPTConfig(**GPT2, **GPT2_124M))
 train.save_activations(model) if {saving} else None
 objective = train.Objective(model)
 if not {saving}:
