@@ -120,14 +120,16 @@ class KVCache:
 
     def append(self, layer, k, v, pos):
         """Store k and v (B, H, T, D) at the positions pos; return what the layer holds: (B, H, S, D) each."""
-        S = max(self.lengths) + k.size(2)
-        for store, new in (self.k[layer], k), (self.v[layer], v):
+        past = max(self.lengths)
+        S = past + k.size(2)  # keys to look at
+        held = self.k[layer, :, :, :S], self.v[layer, :, :, :S]
+        for store, new in zip(held, (k, v), strict=True):
             if pos.dim() == 1:
-                store[:, :, S - k.size(2):S] = new
+                store[:, :, past:] = new
             else:  # each row at its own place
                 rows = torch.arange(len(pos), device=pos.device)[:, None]
                 store[rows, :, pos] = new.transpose(1, 2)
-        return self.k[layer, :, :, :S], self.v[layer, :, :, :S]
+        return held
 
 
 def positions(T, cache, device):
