@@ -347,23 +347,22 @@ class Int8Linear(SmallLinear):
     def __init__(self, linear, kernel):
         super().__init__()
         w = linear.weight.float()  # (out, in)
-        self.register_buffer("use", w.abs().amax(dim=0).clamp(min=1e-30).bfloat16())  # (in,)
-        w = w / self.use.float()
-        # bfloat16 is off by at most one part in 2⁸, and 127 · (1 + 2⁻⁸) < 127.5 is still rounded to 127
-        self.register_buffer("scale", (w.abs().amax(dim=1) / 127).clamp(min=1e-30).bfloat16())  # (out,)
-        self.register_buffer("q", (w / self.scale.float()[:, None]).round().to(torch.int8))  # (out, in)
+        self.register_buffer("use", w.abs().amax(dim=0).clamp(min=1e-30))  # (in,)
+        w = w / self.use
+        self.register_buffer("scale", w.abs().amax(dim=1).clamp(min=1e-30) / 127)  # (out,)
+        self.register_buffer("q", (w / self.scale[:, None]).round().to(torch.int8))  # (out, in)
         self.bias, self.kernel = linear.bias, kernel
 
     def weight(self):
-        return self.scale.float()[:, None] * self.q * self.use.float()
+        return self.scale[:, None] * self.q * self.use
 
     def product(self, rows):
         rows = rows * self.use
         if not self.vnni:
-            return torch._weight_int8pack_mm(rows.bfloat16(), self.q, self.scale)
-        scale = rows.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127  # (rows, 1)
+            return torch._weight_int8pack_mm(rows.bfloat16(), self.q, self.scale.bfloat16())
+        scale = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127  # (rows, 1)
         p = (rows / scale).round().to(torch.int8)
-        return torch._int_mm(p, self.q.t()) * (scale * self.scale)
+        return torch._int_mm(p, self.q.t()) * scale * self.scale
 
 
 class Int4Linear(SmallLinear):
