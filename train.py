@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -86,6 +87,8 @@ class TrainConfig(GPTConfig):
     beta1: float = 0.9  # AdamW: how long the mean of the gradient remembers (Muon: 0.95)
     beta2: float = 0.99  # AdamW: how long that of its square does; 0.95 where a step has many tokens
     grad_clip: float = 1.0  # the largest norm of the gradient; 0: any
+    ema_decay: float = 0.0  # above 0: evaluate, and keep as best.pt, a mean of the weights of all steps, in
+    #   which those of n steps ago count ema_decay to the power of n; 0: the weights themselves
     # evaluation
     eval_interval: int = 250  # steps between evaluations; 0: only at the end
     eval_iters: int = 50  # batches of an evaluation, the same ones each time; 0: the whole validation split
@@ -115,6 +118,8 @@ class TrainConfig(GPTConfig):
         for name in "min_lr_frac", "decay_frac", "beta1", "beta2", "label_smoothing", "distill_alpha":
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be between 0 and 1")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay = {self.ema_decay} must be at least 0 and less than 1")
         if not 0 < self.mlm_probability <= 1:
             raise ValueError(f"mlm_probability = {self.mlm_probability} must be above 0 and at most 1")
         for name in "train_temperature", "distill_temperature":
@@ -125,8 +130,9 @@ class TrainConfig(GPTConfig):
         for name, value in dict(optimizer="muon", dtype="float16", compile="true").items():
             if self.fsdp and getattr(self, name) == value:
                 raise ValueError(f"{name} = {value} does not go together with fsdp = true")
-        if self.fsdp and self.eval_sample:
-            raise ValueError(f"eval_sample = {self.eval_sample} does not go together with fsdp = true")
+        for name in "eval_sample", "ema_decay":
+            if self.fsdp and getattr(self, name):
+                raise ValueError(f"{name} = {getattr(self, name)} does not go together with fsdp = true")
 
 
 COMPILER = {"cpp.use_decompose_tanh": True}  # on CPUs GELU's tanh is made of exp: a step is a tenth faster
@@ -392,9 +398,14 @@ class Run:
     meta: dict  # of the data
     tokenizer: object
     device: torch.device
+    average: nn.Module | None  # the model with averaged weights, where they are asked for (ema_decay)
     step: int = 0  # updates so far
     best: float = math.inf  # the lowest validation loss so far
     seconds: float = 0.0  # of compiling
+
+    def scored(self):
+        """The model that is evaluated and kept as best.pt."""
+        return self.average or self.model
 
     def amp(self):
         """Matrix products in dtype; what needs the range (norms, softmax, the loss) stays in float32."""
@@ -452,7 +463,7 @@ def save_last(run, cfg):
     if place()[0] == 0:
         save(Path(cfg.out_dir, "last.pt"), run.model, weights, step=run.step, settings=settings_of(cfg),
              tokenizer=run.tokenizer.spec, data=run.meta["files"], scaler=run.scaler.state_dict(),
-             optimizer=state)
+             optimizer=state, average=run.average and run.average.state_dict())
 
 
 def read_last(cfg, meta):
@@ -497,6 +508,8 @@ def restore(run, cfg, last):
                 alike = value.shape == p.shape  # not so Adam's count of steps
                 optimizer.state[p][key] = part_like(p, value) if alike else value.to(run.device)
     run.scaler.load_state_dict(last["scaler"])
+    if run.average:
+        run.average.load_state_dict(last["average"])
     run.step = last["step"]
     if (best := Path(cfg.out_dir, "best.pt")).exists():  # later than last.pt: its step's evaluation
         run.best = load_trained(best)[2]["val_loss"]
@@ -590,8 +603,11 @@ def make_run(cfg, meta, tokenizer, last=None):
         say("warning: float16 is slow on a CPU; --dtype=float32 is meant for it", file=sys.stderr)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: products of float32 with 10 bits after the point
+    if device.type == "cpu":
+        keep_memory()
     tokenizer = tokenizer if cfg.causal else with_mask(tokenizer)
     model = build_model(cfg, tokenizer, last)
+    average = deepcopy(model).requires_grad_(False).eval().to(device) if cfg.ema_decay else None
     if cfg.activation_checkpointing:
         save_activations(model)
     objective = make_objective(model, cfg, tokenizer)
@@ -599,7 +615,7 @@ def make_run(cfg, meta, tokenizer, last=None):
         shard(objective, device)
     objective.to(device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run = Run(model, objective, make_optimizers(model, cfg), scaler, dtype, meta, tokenizer, device)
+    run = Run(model, objective, make_optimizers(model, cfg), scaler, dtype, meta, tokenizer, device, average)
     if last:
         restore(run, cfg, last)
     if not cfg.fsdp and (cfg.compile == "true" or cfg.compile == "auto" and device.type == "cuda"):
@@ -607,6 +623,13 @@ def make_run(cfg, meta, tokenizer, last=None):
     if dist.is_initialized() and not cfg.fsdp:
         run.objective = DDP(run.objective)
     return run
+
+
+def keep_memory():
+    """Let the process keep freed blocks of up to 32 MB for its next step. C's library on Linux returns those
+    above 128 kB, and the system clears them before it hands them out again, until one as large was freed
+    (mallopt(3), M_MMAP_THRESHOLD): an eighth of a small model's step."""
+    torch.empty(2 ** 25 - 2 ** 14, dtype=torch.uint8)
 
 
 def save_activations(model):
@@ -668,7 +691,7 @@ def evaluate(run, cfg, whole=False):
     Never smoothed nor distilled. A masked model has its masked loss alone, which is no text's perplexity.
     """
     run.model.eval()
-    model = run.objective if cfg.fsdp else run.model  # which gathers the weights
+    model = run.objective if cfg.fsdp else run.scored()  # the objective gathers the weights
     found = metrics(*total(score(model, share(run.val_batches(cfg, whole)), run.tokenizer, run.amp())))
     if cfg.fsdp:  # without a backward pass, which ends it, the embedding and the head would stay gathered
         model.reshard()
@@ -687,7 +710,7 @@ def evaluate_and_keep(run, cfg):
     """An evaluation while training: into the log and the curves, and best.pt if it is the best so far."""
     found = evaluate(run, cfg)
     better, run.best = found["loss"] < run.best, min(found["loss"], run.best)  # the same in every process
-    weights = whole_weights(run.model) if better else None
+    weights = whole_weights(run.scored()) if better else None
     if place()[0]:
         return
     write_log(cfg.out_dir, step=run.step, **{f"val_{name}": value for name, value in found.items()})
@@ -705,7 +728,7 @@ def sample_text(run, cfg):
     run.model.eval()
     stream, prompt = TextStream(run.tokenizer), prompt_ids("", run.tokenizer)
     V = run.tokenizer.vocab_size
-    steps = generate(run.model, [prompt], cfg.eval_sample, V, cfg.seed, temperature=0.8)
+    steps = generate(run.scored(), [prompt], cfg.eval_sample, V, cfg.seed, temperature=0.8)
     text = "".join(stream.feed(token) for _, token in steps)
     run.model.train()
     return text + stream.finish()
@@ -745,7 +768,8 @@ def train_step(run, batches, targets, seeds, lr, grad_clip):
     """
     loss = torch.zeros((), device=run.device)
     for n, ((x, y), seed) in enumerate(zip(batches, seeds, strict=True), 1):
-        torch.manual_seed(seed)  # for dropout
+        if run.model.config.dropout:
+            torch.manual_seed(seed)
         if hasattr(run.objective, "set_requires_gradient_sync"):  # FSDP: exchange the sum, once
             run.objective.set_requires_gradient_sync(n == len(batches))
         run.objective.require_backward_grad_sync = n == len(batches)  # DDP likewise
@@ -770,6 +794,13 @@ def train_step(run, batches, targets, seeds, lr, grad_clip):
         say(f"step {run.step + 1}: float16 overflowed, no update; the loss scale is now {now:g}")
         norm = torch.zeros_like(norm)
     return loss, norm
+
+
+@torch.no_grad()
+def average_in(average, model, share):
+    """average ← (1 - share) · average + share · model, weight by weight: what a step does to and fro averages
+    out, as it does at a smaller learning rate (Polyak & Juditsky 1992)."""
+    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), share)
 
 
 def mfu(model, tokens_per_s, cfg):
@@ -821,6 +852,8 @@ def train(run, cfg):
                 break
             loss, norm = train_step(run, batches, targets, seeds, lr, cfg.grad_clip)
             run.step += 1
+            if run.average:
+                average_in(run.average, run.model, 1 - cfg.ema_decay)
             lost = lost + 0 * loss + 0 * norm
             bar.update()
             evaluating = due(run.step, cfg.eval_interval, cfg)
@@ -861,7 +894,7 @@ def finish(run, cfg):
     if ckpt["step"] != run.step:
         say(f"last.pt (step {run.step}) on the whole validation split: {show_metrics(found)}")
         with torch.no_grad():
-            for name, p in run.model.named_parameters():
+            for name, p in run.scored().named_parameters():
                 p.copy_(part_like(p, ckpt["model"][name]))
         found = evaluate(run, cfg, whole=True)
     final = {f"final_{name}": value for name, value in found.items()}

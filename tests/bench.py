@@ -16,6 +16,7 @@ import importlib.util
 import io
 import json
 import math
+import multiprocessing
 import os
 import platform
 import re
@@ -104,6 +105,28 @@ def rows(part, what, unit, values, base=None):
             ratio = statistics.median(x / y for x, y in zip(found, values[base], strict=True))
         yield dict(part=part, what=what, who=name, value=statistics.median(found), unit=unit, ratio=ratio,
                    to=base, all=found)
+
+
+def apart(make, *words):
+    """The function that make(*words) returns, in a process of its own: how a process gets its memory depends
+    on all that it did before."""
+    near, far = multiprocessing.Pipe()
+    multiprocessing.get_context("spawn").Process(target=serve, args=(far, make, *words), daemon=True).start()
+    far.close()
+
+    def ask():
+        near.send(None)
+        return near.recv()
+    ask()
+    return ask
+
+
+def serve(pipe, make, *words):
+    function = make(*words)
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.recv()
+            pipe.send(function())
 
 
 def seconds(function):
@@ -292,24 +315,30 @@ def step_speed(model, loss, optimizer, B=12, T=64):
     return lambda: 20 * B * T / seconds(lambda: [step() for _ in range(20)])
 
 
+def our_steps(parts, compiled):
+    train.keep_memory()
+    model = GPT(GPTConfig(**CPU_4X128, **parts))
+    objective = train.Objective(model)
+    objective = torch.compile(objective, options=train.COMPILER) if compiled else objective
+    return step_speed(model, lambda x, y: objective(x, y)[0] / y.numel(),
+                      *train.make_optimizers(model, train.TrainConfig()))
+
+
+def their_steps(path, compiled):
+    model = nanogpt(path, dict(bias=False, **CPU_4X128)).train()
+    with contextlib.redirect_stdout(io.StringIO()):
+        adamw = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
+    loss = torch.compile(model) if compiled else model
+    return step_speed(model, lambda x, y: loss(x, y)[1], adamw)
+
+
 def steps_part(options):
     """Training tokens per second at the shape of nanoGPT's CPU recipe: 4 × 128, 12 × 64 characters."""
-    functions = {}
-    for parts, kw in ("GPT-2's parts", GPT2 | dict(bias=False)), ("modern parts", {}):
-        for compiled in False, True:
-            model = GPT(GPTConfig(**CPU_4X128, **kw))
-            objective = train.Objective(model)
-            objective = torch.compile(objective, options=train.COMPILER) if compiled else objective
-            functions[f"{parts}, {'compiled' if compiled else 'eager'}"] = step_speed(
-                model, lambda x, y, objective=objective: objective(x, y)[0] / y.numel(),
-                *train.make_optimizers(model, train.TrainConfig()))
+    makers = {"GPT-2's parts": (our_steps, GPT2 | dict(bias=False)), "modern parts": (our_steps, {})}
     if options.nanogpt:
-        nano = nanogpt(options.nanogpt, dict(bias=False, **CPU_4X128)).train()
-        with contextlib.redirect_stdout(io.StringIO()):
-            adamw = nano.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
-        functions["nanoGPT, eager"] = step_speed(nano, lambda x, y: nano(x, y)[1], adamw)
-        fast = torch.compile(nano)
-        functions["nanoGPT, compiled"] = step_speed(nano, lambda x, y: fast(x, y)[1], adamw)
+        makers["nanoGPT"] = their_steps, options.nanogpt
+    functions = {f"{name}, {'compiled' if compiled else 'eager'}": apart(make, what, compiled)
+                 for name, (make, what) in makers.items() for compiled in (False, True)}
     base = "nanoGPT, eager" if options.nanogpt else "GPT-2's parts, eager"
     yield from rows("steps", "4 × 128, batch 12 × 64", "tokens/s", turns(functions, 7), base)
 

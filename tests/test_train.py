@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 import train
 from config import parse
 from model import GPT, GPTConfig, load
-from prepare import EOT, MASK, PrepareConfig, Tokenizer, load_data
+from prepare import EOT, MASK, PrepareConfig, Tokenizer, data_path, load_data
 from prepare import main as prepare_main
-from sample import IGNORE, metrics, score, windows
+from sample import IGNORE, load_trained, metrics, score, windows
 from train import (Objective, TrainConfig, corrupt, get_batch, get_lr, make_optimizers, mask_tokens,
                    pad_pairs, plot_log, read_log, rng)
 
@@ -611,10 +611,11 @@ def test_what_a_run_leaves(run_20, capsys):
     assert last["step"] == 20 and set(last["optimizer"]) == set(last["model"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_kill_and_resume_is_the_uninterrupted_run(char_data, tmp_path, dtype):
+@pytest.mark.parametrize("dtype, ema_decay", [("float32", 0.9), ("bfloat16", 0), ("float16", 0)])
+def test_kill_and_resume_is_the_uninterrupted_run(char_data, tmp_path, dtype, ema_decay):
     """20 steps = 10 steps, kill -9, resume, 10 steps: losses and weights to the last bit."""
-    words = flags(**TINY, data_dir=char_data, dtype=dtype, dropout=0.1, gradient_accumulation_steps=2)
+    words = flags(**TINY, data_dir=char_data, dtype=dtype, dropout=0.1, gradient_accumulation_steps=2,
+                  ema_decay=ema_decay)
     assert script(*words, f"--out_dir={tmp_path}/whole").returncode == 0
     # the killed one sleeps in the log line of step 13, some steps behind its last checkpoint
     code = ("import sys, time, train, config\nwrite = train.write_log\n"
@@ -638,6 +639,31 @@ def test_kill_and_resume_is_the_uninterrupted_run(char_data, tmp_path, dtype):
     ours, theirs = load(out / "last.pt")[1], load(tmp_path / "whole/last.pt")[1]
     assert ours["scaler"] == theirs["scaler"] and bool(ours["scaler"]) == (dtype == "float16")
     assert all(same(ours["optimizer"][name], theirs["optimizer"][name]) for name in ours["model"])
+    assert not ema_decay or same(ours["average"], theirs["average"])
+
+
+def test_averaged_weights_are_what_is_scored_and_kept(char_data, run_20, tmp_path, monkeypatch):
+    """d²⁰ w₀ + (1 - d) Σ dᵐ w, with m steps since w; the steps themselves are those of a run without."""
+    d, steps, average_in = 0.8, [], train.average_in
+
+    def spy(average, model, share):
+        for kept in (average, model) if not steps else (model,):
+            steps.append({name: p.detach().double() for name, p in kept.named_parameters()})
+        average_in(average, model, share)
+    monkeypatch.setattr(train, "average_in", spy)
+    train.main(config(char_data, tmp_path, dropout=0.1, gradient_accumulation_steps=2, eval_interval=20,
+                      ema_decay=d))
+    assert losses(tmp_path) == losses(run_20) and len(steps) == 21
+    shares = [d ** 20] + [(1 - d) * d ** m for m in reversed(range(20))]
+    best, last = weights(tmp_path / "best.pt"), load(tmp_path / "last.pt")[1]
+    for name, kept in best.items():
+        expected = sum(share * step[name] for share, step in zip(shares, steps, strict=True))
+        torch.testing.assert_close(kept.double(), expected, atol=1e-6, rtol=0)  # 20 sums of float32 below 1
+    assert same(last["average"], best) and same(last["model"], weights(run_20 / "last.pt"))
+    model, tokenizer, _ = load_trained(tmp_path / "best.pt")
+    ids = np.fromfile(data_path(char_data, load_data(char_data)[0], "val"), load_data(char_data)[0]["dtype"])
+    found = metrics(*score(model.eval(), windows(ids, 16), tokenizer))
+    assert read_log(tmp_path, "final_loss")[0][0] == pytest.approx(found["loss"], rel=1e-6)
 
 
 def test_evaluation_leaves_training_alone(char_data, run_20, tmp_path):
@@ -1023,6 +1049,8 @@ def test_curves_of_any_log(tmp_path, lines):
     (["--eval_only"], ["best.pt does not exist"]), (["--optimizer=sgd"], ["optimizer", "adamw|muon"]),
     (["--fsdp"], ["fsdp = true", "torchrun"]), (["--fsdp", "--optimizer=muon"], ["fsdp = true", "muon"]),
     (["--fsdp", "--eval_sample=9"], ["fsdp = true", "eval_sample = 9"]),
+    (["--fsdp", "--ema_decay=0.9"], ["fsdp = true", "ema_decay = 0.9"]),
+    (["--ema_decay=1"], ["ema_decay = 1.0", "less than 1"]),
     (["--peak_tflops=-1"], ["peak_tflops = -1.0"]),
     (["--data_dir=small", "--block_size=3", "--out_dir=file"], ["file"]),
 ])
