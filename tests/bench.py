@@ -70,6 +70,8 @@ ABLATIONS = {  # one setting changed at a time
     "half the batch, twice the steps": ["--batch_size=6", "--max_iters=800", "--warmup_iters=200"],
     "cosine to a tenth": ["--schedule=cosine", "--min_lr_frac=0.1"],
     "constant": ["--schedule=constant"],
+    "constant, averaged weights": ["--schedule=constant", "--ema_decay=0.98"],
+    "linear to a tenth, averaged weights": ["--min_lr_frac=0.1", "--ema_decay=0.98"],
     "half the learning rate": ["--learning_rate=2e-3"],
     "twice the learning rate": ["--learning_rate=8e-3"],
     "Muon": ["--optimizer=muon"],
