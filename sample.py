@@ -329,6 +329,16 @@ class SmallLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+def multiplies_bytes():
+    """Whether torch has products of unsigned by signed bytes that are fast and exact: newer versions, on x86
+    processors with VNNI."""
+    try:
+        torch._int_mm(torch.ones(8, 8, dtype=torch.uint8), torch.ones(8, 8, dtype=torch.int8))
+    except RuntimeError:
+        return False
+    return torch.cpu._is_vnni_supported()
+
+
 class Int8Linear(SmallLinear):
     """A Linear with 8 bits a weight: w ≈ scale · q · use, a scale for each output and a use for each input.
 
@@ -337,12 +347,13 @@ class Int8Linear(SmallLinear):
     https://arxiv.org/abs/2211.10438, with α = 0). Then scale = max |w / use| / 127 and
     q = round(w / use / scale): no weight is off by more than half a step, scale · use / 2.
 
-    A processor with VNNI multiplies bytes, faster than they come from memory. There the rows of x become
-    bytes too, each with a scale of its own, and the sums of products are exact integers.
+    A processor with VNNI multiplies bytes faster than they come from memory, unsigned ones by signed ones.
+    There the rows of x become bytes too, each with a scale of its own, x · use ≈ scale · (p - 128), and the
+    sums of products are exact integers: Σ (p - 128) q = Σ p q - 128 Σ q.
     """
-    vnni = torch.cpu._is_vnni_supported()
-    few = math.inf if vnni else 32
-    way = "products of bytes" if vnni else "torch's packed kernel"
+    bytewise = multiplies_bytes()
+    few = math.inf if bytewise else 32
+    way = "products of bytes" if bytewise else "torch's packed kernel"
 
     def __init__(self, linear, kernel):
         super().__init__()
@@ -351,6 +362,7 @@ class Int8Linear(SmallLinear):
         w = w / self.use
         self.register_buffer("scale", w.abs().amax(dim=1).clamp(min=1e-30) / 127)  # (out,)
         self.register_buffer("q", (w / self.scale[:, None]).round().to(torch.int8))  # (out, in)
+        self.register_buffer("shift", 128 * self.q.sum(dim=1, dtype=torch.int32))  # (out,)
         self.bias, self.kernel = linear.bias, kernel
 
     def weight(self):
@@ -358,11 +370,11 @@ class Int8Linear(SmallLinear):
 
     def product(self, rows):
         rows = rows * self.use
-        if not self.vnni:
+        if not self.bytewise:
             return torch._weight_int8pack_mm(rows.bfloat16(), self.q, self.scale.bfloat16())
         scale = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127  # (rows, 1)
-        p = (rows / scale).round().to(torch.int8)
-        return torch._int_mm(p, self.q.t()) * scale * self.scale
+        p = (rows / scale + 128.5).to(torch.uint8)  # rounded, for the conversion cuts off
+        return (torch._int_mm(p, self.q.t()) - self.shift) * scale * self.scale
 
 
 class Int4Linear(SmallLinear):

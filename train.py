@@ -797,10 +797,11 @@ def train_step(run, batches, targets, seeds, lr, grad_clip):
 
 
 @torch.no_grad()
-def average_in(average, model, share):
-    """average ← (1 - share) · average + share · model, weight by weight: what a step does to and fro averages
-    out, as it does at a smaller learning rate (Polyak & Juditsky 1992)."""
-    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), share)
+def average_in(run, share):
+    """average ← (1 - share) · average + share · model, weight by weight, where an average is kept: what steps
+    do to and fro cancels out, as it does at a smaller learning rate (Polyak & Juditsky 1992)."""
+    if run.average:
+        torch._foreach_lerp_(list(run.average.parameters()), list(run.model.parameters()), share)
 
 
 def mfu(model, tokens_per_s, cfg):
@@ -852,8 +853,7 @@ def train(run, cfg):
                 break
             loss, norm = train_step(run, batches, targets, seeds, lr, cfg.grad_clip)
             run.step += 1
-            if run.average:
-                average_in(run.average, run.model, 1 - cfg.ema_decay)
+            average_in(run, 1 - cfg.ema_decay)
             lost = lost + 0 * loss + 0 * norm
             bar.update()
             evaluating = due(run.step, cfg.eval_interval, cfg)

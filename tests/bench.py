@@ -12,6 +12,7 @@ Times are wall-clock seconds on this machine; nothing here passes or fails.
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -109,18 +110,22 @@ def rows(part, what, unit, values, base=None):
                    to=base, all=found)
 
 
-def apart(make, *words):
-    """The function that make(*words) returns, in a process of its own: how a process gets its memory depends
-    on all that it did before."""
-    near, far = multiprocessing.Pipe()
-    multiprocessing.get_context("spawn").Process(target=serve, args=(far, make, *words), daemon=True).start()
-    far.close()
-
-    def ask():
-        near.send(None)
-        return near.recv()
-    ask()
-    return ask
+@contextlib.contextmanager
+def apart(makers):
+    """{name: (make, *words)} → {name: the function that make(*words) returns}, each in a process of its own:
+    how fast a process gets memory depends on all that it did before."""
+    functions, spawn = {}, multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as ends:
+        for name, words in makers.items():
+            near, far = spawn.Pipe()
+            process = spawn.Process(target=serve, args=(far, *words))
+            process.start()
+            far.close()
+            ends.callback(process.join)
+            ends.callback(near.close)  # which ends it
+            functions[name] = functools.partial(ask, near)
+            ask(near)
+        yield functions
 
 
 def serve(pipe, make, *words):
@@ -129,6 +134,11 @@ def serve(pipe, make, *words):
         while True:
             pipe.recv()
             pipe.send(function())
+
+
+def ask(pipe):
+    pipe.send(None)
+    return pipe.recv()
 
 
 def seconds(function):
@@ -339,10 +349,11 @@ def steps_part(options):
     makers = {"GPT-2's parts": (our_steps, GPT2 | dict(bias=False)), "modern parts": (our_steps, {})}
     if options.nanogpt:
         makers["nanoGPT"] = their_steps, options.nanogpt
-    functions = {f"{name}, {'compiled' if compiled else 'eager'}": apart(make, what, compiled)
-                 for name, (make, what) in makers.items() for compiled in (False, True)}
+    makers = {f"{name}, {'compiled' if compiled else 'eager'}": (*maker, compiled)
+              for name, maker in makers.items() for compiled in (False, True)}
     base = "nanoGPT, eager" if options.nanogpt else "GPT-2's parts, eager"
-    yield from rows("steps", "4 × 128, batch 12 × 64", "tokens/s", turns(functions, 7), base)
+    with apart(makers) as functions:
+        yield from rows("steps", "4 × 128, batch 12 × 64", "tokens/s", turns(functions, 7), base)
 
 
 STEP = """
@@ -358,6 +369,7 @@ OURS = """
 import train
 from model import GPT, GPTConfig
 from tests.bench import GPT2, GPT2_124M
+train.keep_memory()
 cfg = train.TrainConfig(activation_checkpointing={saving})
 model = GPT(GPTConfig(**GPT2, **GPT2_124M))
 train.save_activations(model) if {saving} else None

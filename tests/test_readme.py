@@ -1,7 +1,10 @@
 """README.md: its commands parse, its files exist, its links lead somewhere."""
 
+import functools
 import json
 import math
+import multiprocessing
+import os
 import re
 import shlex
 import subprocess
@@ -94,6 +97,13 @@ def test_the_bench_takes_turns_and_compares_pairs():
     assert (first["value"], first["ratio"], second["ratio"]) == (3, 3 / 8, None)
     peaks = [bench.peak_megabytes(code) for code in ("x = b'x' * 300_000_000", "")]
     assert peaks[0] - peaks[1] == pytest.approx(300, abs=20)
+
+
+def test_what_the_bench_measures_apart_has_a_process_of_its_own():
+    with bench.apart(dict.fromkeys("ab", (functools.partial, os.getpid))) as functions:
+        pids = [function() for function in functions.values()]
+        assert pids == [function() for function in functions.values()] and len({*pids, os.getpid()}) == 3
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("words, message", [(["nothing"], "there is no part 'nothing'"),

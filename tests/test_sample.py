@@ -433,14 +433,14 @@ def test_int8_is_within_half_a_step(seed):
     assert torch.equal(small.use, layer.weight.abs().amax(0))
 
 
-VNNI = pytest.param(True, marks=pytest.mark.skipif(not sample.Int8Linear.vnni, reason="needs VNNI"))
+needs_vnni = pytest.mark.skipif(not sample.Int8Linear.bytewise, reason="needs VNNI")
 
 
-@pytest.mark.parametrize("vnni", [False, VNNI])
-def test_an_input_on_another_scale_changes_no_bit_of_int8(vnni, monkeypatch):
+@pytest.mark.parametrize("bytewise", [False, pytest.param(True, marks=needs_vnni)])
+def test_an_input_on_another_scale_changes_no_bit_of_int8(bytewise, monkeypatch):
     """A channel 128 times as large, of which the weights make 128 times less: else it would leave the other
     channels one bit of eight."""
-    monkeypatch.setattr(sample.Int8Linear, "vnni", vnni)
+    monkeypatch.setattr(sample.Int8Linear, "bytewise", bytewise)
     layer, x = linear(), torch.randn(3, 192, generator=torch.Generator().manual_seed(1))
     before = sample.Int8Linear(layer, kernel=True)(x)
     x[:, 7] *= 128
@@ -448,7 +448,7 @@ def test_an_input_on_another_scale_changes_no_bit_of_int8(vnni, monkeypatch):
     assert torch.equal(sample.Int8Linear(layer, kernel=True)(x), before)
 
 
-@pytest.mark.skipif(not sample.Int8Linear.vnni, reason="needs VNNI")
+@needs_vnni
 @pytest.mark.parametrize("shape", [(192,), (1, 192), (3, 1, 192), (2, 40, 192)])
 def test_products_of_bytes_are_off_by_half_a_step_of_each_input(shape):
     """… at most: |Δy| ≤ Σ |w| · step / 2, where a row's step is max |x · use| / 127. And whole numbers add
@@ -462,9 +462,9 @@ def test_products_of_bytes_are_off_by_half_a_step_of_each_input(shape):
     bound = step / 2 * (w.abs() / use).sum(1)
     off = (small(x) - x.double() @ w.T).abs()
     assert (off <= bound * 1.001 + 1e-6).all() and off.max() > 0
-    ends = torch.full((2, 64), 127, dtype=torch.int8)
-    ends[1] = -127
-    assert torch.equal(torch._int_mm(ends, ends.T), 64 * 127 ** 2 * torch.tensor([[1, -1], [-1, 1]]).int())
+    ends = torch.tensor([[127] * 64, [-127] * 64], dtype=torch.int8)
+    most = torch.full((2, 64), 255, dtype=torch.uint8)
+    assert torch._int_mm(most, ends.T).tolist() == 2 * [[64 * 255 * 127, -64 * 255 * 127]]
 
 
 @pytest.mark.parametrize("group", [64, 32])
@@ -481,7 +481,7 @@ def test_int4_is_within_half_a_step_of_its_group(group):
 @pytest.mark.parametrize("shape", [(192,), (1, 192), (3, 1, 192), (2, 40, 192)])
 def test_the_packed_kernel_multiplies_by_the_unpacked_weights(kind, shape, monkeypatch):
     """bfloat16 rounds inputs, scales and outputs to 8 bits, by 2⁻⁹ at most: six deviations of the sum."""
-    monkeypatch.setattr(sample.Int8Linear, "vnni", False)
+    monkeypatch.setattr(sample.Int8Linear, "bytewise", False)
     monkeypatch.setattr(sample.Int8Linear, "few", 32)
     layer, x = linear(), torch.randn(shape, generator=torch.Generator().manual_seed(1))
     plain, packed = (sample.SMALL[kind][0](layer, kernel) for kernel in (False, True))
@@ -507,7 +507,7 @@ def test_small_weights_take_what_the_formula_says(parts, packed):
         assert quantize(model, kind, packed=packed) == packed
         matrices = 2 * [(3 * C, C), (C, C), (4 * C, C), (C, 4 * C)] + [(V, C)]
         if kind == "int8":
-            size = sum(out * inputs + 4 * out + 4 * inputs for out, inputs in matrices)
+            size = sum(out * inputs + 8 * out + 4 * inputs for out, inputs in matrices)
         else:  # 4 bits, and 32 for each group of 64; the kernel's outputs come by the 16
             size = sum((out + (-out % 16 if packed else 0)) * inputs * 4.5 / 8 for out, inputs in matrices)
         assert sample.megabytes(model) == (4 * rest + size) / 1e6

@@ -646,10 +646,10 @@ def test_averaged_weights_are_what_is_scored_and_kept(char_data, run_20, tmp_pat
     """d²⁰ w₀ + (1 - d) Σ dᵐ w, with m steps since w; the steps themselves are those of a run without."""
     d, steps, average_in = 0.8, [], train.average_in
 
-    def spy(average, model, share):
-        for kept in (average, model) if not steps else (model,):
+    def spy(run, share):
+        for kept in (run.average, run.model) if not steps else (run.model,):
             steps.append({name: p.detach().double() for name, p in kept.named_parameters()})
-        average_in(average, model, share)
+        average_in(run, share)
     monkeypatch.setattr(train, "average_in", spy)
     train.main(config(char_data, tmp_path, dropout=0.1, gradient_accumulation_steps=2, eval_interval=20,
                       ema_decay=d))
