@@ -33,7 +33,7 @@ import threading
 import time
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -402,6 +402,7 @@ class Run:
     step: int = 0  # updates so far
     best: float = math.inf  # the lowest validation loss so far
     seconds: float = 0.0  # of compiling
+    maps: dict = field(default_factory=dict)  # the data set's open files
 
     def scored(self):
         """The model that is evaluated and kept as best.pt."""
@@ -411,15 +412,21 @@ class Run:
         """Matrix products in dtype; what needs the range (norms, softmax, the loss) stays in float32."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
-    def file(self, role, cfg, dtype=None):
-        """A file of the data set as an array, opened anew: an open map collects all pages ever read."""
-        return np.memmap(data_path(cfg.data_dir, self.meta, role), dtype or self.meta["dtype"], mode="r")
+    def file(self, role, cfg, dtype=None, i=0):
+        """A file of the data set as an array, for batch i. It is opened anew every hundred batches: an open
+        map collects all pages ever read."""
+        if (role, i // 100) not in self.maps:
+            path = data_path(cfg.data_dir, self.meta, role)
+            ids = np.asarray(np.memmap(path, dtype or self.meta["dtype"], mode="r"))  # its slices are cheaper
+            same_age = {key: ids for key, ids in self.maps.items() if key[1] == i // 100}
+            self.maps = same_age | {(role, i // 100): ids}
+        return self.maps[role, i // 100]
 
     def train_batch(self, i, cfg):
         """Micro-batch i, on the host: x and y, (B, T) each."""
-        g, ids = rng(cfg.seed, i), self.file("train", cfg)
+        g, ids = rng(cfg.seed, i), self.file("train", cfg, i=i)
         if self.tokenizer.spec.get("pairs"):
-            rows = self.file("train_rows", cfg, np.int64)
+            rows = self.file("train_rows", cfg, np.int64, i)
             x, y = pad_pairs(ids, rows, g.integers(len(rows) // 2, size=cfg.batch_size))
         else:
             x, y = get_batch(ids, cfg.batch_size, cfg.block_size, g)
@@ -782,7 +789,7 @@ def train_step(run, batches, targets, seeds, lr, grad_clip):
         dist.all_reduce(loss)
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)  # clipping must see the true gradients
-    norm = whole(nn.utils.clip_grad_norm_(run.model.parameters(), grad_clip or math.inf))
+    norm = clip(run, grad_clip)
     scale = run.scaler.get_scale()
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
@@ -794,6 +801,14 @@ def train_step(run, batches, targets, seeds, lr, grad_clip):
         say(f"step {run.step + 1}: float16 overflowed, no update; the loss scale is now {now:g}")
         norm = torch.zeros_like(norm)
     return loss, norm
+
+
+def clip(run, grad_clip):
+    """The gradient's norm; a gradient longer than grad_clip is made that long, unless grad_clip is 0."""
+    norm = whole(nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None]))
+    if grad_clip and (norm.device.type != "cpu" or norm > grad_clip):  # a GPU is not asked, but told
+        nn.utils.clip_grads_with_norm_(run.model.parameters(), grad_clip, norm)
+    return norm
 
 
 @torch.no_grad()
@@ -847,7 +862,7 @@ def train(run, cfg):
         while run.step < cfg.max_iters:
             micro, lr = range(run.step * A + rank, (run.step + 1) * A, world), get_lr(run.step, cfg)
             batches = [run.train_batch(i, cfg) for i in micro]
-            seeds = [int(rng(cfg.seed, i).integers(2**32)) for i in micro]
+            seeds = [int(rng(cfg.seed, i).integers(2**32)) if cfg.dropout else 0 for i in micro]
             targets, stop = total([sum(int((y != IGNORE).sum()) for _, y in batches), len(asked)])
             if stop:  # a signal may reach the processes at different steps: all stop at the same
                 break

@@ -17,7 +17,6 @@ import importlib.util
 import io
 import json
 import math
-import multiprocessing
 import os
 import platform
 import re
@@ -34,11 +33,9 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import torch.nn as nn  # noqa: E402
 
 import prepare  # noqa: E402
 import sample  # noqa: E402
-import train  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
 GPT2 = tomllib.loads((ROOT / "config/gpt2.toml").read_text(encoding="utf-8"))
@@ -108,37 +105,6 @@ def rows(part, what, unit, values, base=None):
             ratio = statistics.median(x / y for x, y in zip(found, values[base], strict=True))
         yield dict(part=part, what=what, who=name, value=statistics.median(found), unit=unit, ratio=ratio,
                    to=base, all=found)
-
-
-@contextlib.contextmanager
-def apart(makers):
-    """{name: (make, *words)} → {name: the function that make(*words) returns}, each in a process of its own:
-    how fast a process gets memory depends on all that it did before."""
-    functions, spawn = {}, multiprocessing.get_context("spawn")
-    with contextlib.ExitStack() as ends:
-        for name, words in makers.items():
-            near, far = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(far, *words))
-            process.start()
-            far.close()
-            ends.callback(process.join)
-            ends.callback(near.close)  # which ends it
-            functions[name] = functools.partial(ask, near)
-            ask(near)
-        yield functions
-
-
-def serve(pipe, make, *words):
-    function = make(*words)
-    with contextlib.suppress(EOFError):
-        while True:
-            pipe.recv()
-            pipe.send(function())
-
-
-def ask(pipe):
-    pipe.send(None)
-    return pipe.recv()
 
 
 def seconds(function):
@@ -312,52 +278,38 @@ def prepare_part(options):
 
 # ------------------------------------------------------------------------------- training
 
-def step_speed(model, loss, optimizer, B=12, T=64):
-    """A function that measures training tokens per second, over 20 steps."""
-    x = torch.randint(65, (B, T + 1), generator=torch.Generator().manual_seed(0))
-    x, y = x[:, :-1].contiguous(), x[:, 1:].contiguous()
-
-    def step():
-        loss(x, y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    step()
-    return lambda: 20 * B * T / seconds(lambda: [step() for _ in range(20)])
-
-
-def our_steps(parts, compiled):
-    train.keep_memory()
-    model = GPT(GPTConfig(**CPU_4X128, **parts))
-    objective = train.Objective(model)
-    objective = torch.compile(objective, options=train.COMPILER) if compiled else objective
-    return step_speed(model, lambda x, y: objective(x, y)[0] / y.numel(),
-                      *train.make_optimizers(model, train.TrainConfig()))
-
-
-def their_steps(path, compiled):
-    model = nanogpt(path, dict(bias=False, **CPU_4X128)).train()
-    with contextlib.redirect_stdout(io.StringIO()):
-        adamw = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
-    loss = torch.compile(model) if compiled else model
-    return step_speed(model, lambda x, y: loss(x, y)[1], adamw)
-
-
 def steps_part(options):
-    """Training tokens per second at the shape of nanoGPT's CPU recipe: 4 × 128, 12 × 64 characters."""
-    makers = {"GPT-2's parts": (our_steps, GPT2 | dict(bias=False)), "modern parts": (our_steps, {})}
-    if options.nanogpt:
-        makers["nanoGPT"] = their_steps, options.nanogpt
-    makers = {f"{name}, {'compiled' if compiled else 'eager'}": (*maker, compiled)
-              for name, maker in makers.items() for compiled in (False, True)}
+    """Training tokens per second at the shape of nanoGPT's CPU recipe, 4 × 128, 12 × 64 characters: each
+    project's train.py, reading its data."""
+    text = words_of(300_000)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "text.txt").write_text(text, encoding="utf-8")
+        script("prepare.py", f"--text={folder}/text.txt", "--tokenizer=char", f"--data_dir={folder}/data")
+        functions = {}
+        for compiled in False, True:
+            for name, files in {"GPT-2's parts": ("gpt2", "nanogpt_cpu"),
+                                "modern parts": ("nanogpt_cpu", "modern_cpu")}.items():
+                words = [*(f"{ROOT}/config/{file}.toml" for file in files), f"--data_dir={folder}/data",
+                         f"--compile={str(compiled).lower()}", "--eval_interval=0", "--eval_iters=1"]
+                functions[name, compiled] = functools.partial(our_speed, words, folder)
+            if options.nanogpt:
+                functions["nanoGPT", compiled] = functools.partial(their_speed, options.nanogpt, text,
+                                                                   compiled)
+        found = turns({f"{name}, {'compiled' if compiled else 'eager'}": function
+                       for (name, compiled), function in functions.items()})
     base = "nanoGPT, eager" if options.nanogpt else "GPT-2's parts, eager"
-    found = {name: [] for name in makers}
-    for _ in range(3):  # a process that came by its memory easily goes on so: several of each are asked
-        with apart(makers) as functions:
-            for name, values in turns(functions).items():
-                found[name] += values
     yield from rows("steps", "4 × 128, batch 12 × 64", "tokens/s", found, base)
+
+
+def our_speed(words, folder):
+    """Tokens per second of train.py, from step 50 to step 150."""
+    records, _ = trained([*words, "--max_iters=150"], folder)
+    spent = {record["step"]: record["seconds"] for record in records if "seconds" in record}
+    return 100 * 12 * 64 / (spent[150] - spent[50])
+
+
+def their_speed(path, text, compiled):
+    return 100 * 12 * 64 / sum(nanogpt_times(path, text, 150, compiled)[51:])
 
 
 STEP = """
@@ -404,12 +356,17 @@ def memory_part(options):
 
 # ------------------------------------------------------------------------------- whole runs
 
-def train_words(words, folder):
-    """Run train.py in a process of its own; returns the facts of the run."""
+def trained(words, folder):
+    """Run train.py in a process of its own; returns the records of its log and its peak memory."""
     out = Path(folder, f"out{time.monotonic_ns()}")
     peak = peak_megabytes("import train\nfrom config import parse\n"
                           f"train.main(parse(train.TrainConfig, {[*words, f'--out_dir={out}']!r}))")
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()], peak
+
+
+def train_words(words, folder):
+    """Run train.py in a process of its own; returns the facts of the run."""
+    records, peak = trained(words, folder)
     last, final = [record for record in records if "seconds" in record][-1], records[-1]
     return dict(command="python train.py " + " ".join(words), steps=last["step"],
                 seconds=round(last["seconds"], 1), loss=final["final_loss"],
@@ -417,18 +374,17 @@ def train_words(words, folder):
                 peak_gb=round(peak / 1000, 2))
 
 
-def nanogpt_seconds(path, text):
-    """Train nanoGPT's CPU recipe on a text; returns the seconds of its steps, without evaluation."""
+def nanogpt_times(path, text, steps, compiled=False):
+    """Train nanoGPT's CPU recipe on a text; returns each step's seconds, the first with an evaluation."""
     data = Path(path, "data/shakespeare_char")
     (data / "input.txt").write_text(text, encoding="utf-8")
     subprocess.run([sys.executable, "prepare.py"], cwd=data, check=True, capture_output=True)
-    words = ("config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=1 --log_interval=1 "
-             "--eval_interval=100000 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 "
-             "--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0").split()
+    words = (f"config/train_shakespeare_char.py --device=cpu --compile={compiled} --eval_iters=1 "
+             "--log_interval=1 --eval_interval=100000 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 "
+             f"--n_embd=128 --max_iters={steps} --lr_decay_iters=2000 --dropout=0.0").split()
     end = subprocess.run([sys.executable, "train.py", *words], cwd=path, check=True, capture_output=True,
                          text=True)
-    times = [float(ms) for ms in re.findall(r"iter \d+: loss .*, time ([\d.]+)ms", end.stdout)]
-    return sum(times[1:]) / 1000  # the first one evaluates
+    return [float(ms) / 1000 for ms in re.findall(r"iter \d+: loss .*, time ([\d.]+)ms", end.stdout)]
 
 
 def race_part(options):
@@ -446,7 +402,7 @@ def race_part(options):
             return runs[-1]["seconds"]
         functions = {"ours": race}
         if options.nanogpt:
-            functions = {"nanoGPT": lambda: nanogpt_seconds(options.nanogpt, text)} | functions
+            functions = {"nanoGPT": lambda: sum(nanogpt_times(options.nanogpt, text, 2000)[1:])} | functions
         base = "nanoGPT" if options.nanogpt else None
         yield from rows("race", "training time", "s", turns(functions), base)
         losses = {"ours": [run["nats_per_byte"] for run in runs], "nanoGPT's, to reach": [NANOGPT_LOSS]}

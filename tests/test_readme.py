@@ -1,10 +1,7 @@
 """README.md: its commands parse, its files exist, its links lead somewhere."""
 
-import functools
 import json
 import math
-import multiprocessing
-import os
 import re
 import shlex
 import subprocess
@@ -99,11 +96,12 @@ def test_the_bench_takes_turns_and_compares_pairs():
     assert peaks[0] - peaks[1] == pytest.approx(300, abs=20)
 
 
-def test_what_the_bench_measures_apart_has_a_process_of_its_own():
-    with bench.apart(dict.fromkeys("ab", (functools.partial, os.getpid))) as functions:
-        pids = [function() for function in functions.values()]
-        assert pids == [function() for function in functions.values()] and len({*pids, os.getpid()}) == 3
-    assert not multiprocessing.active_children()
+def test_training_speeds_are_of_the_same_hundred_steps(monkeypatch):
+    records = [dict(step=step, seconds=step / 10) for step in range(10, 151, 10)]
+    records.append(dict(step=150, val_loss=3.0))
+    monkeypatch.setattr(bench, "trained", lambda words, folder: (records, 0))
+    monkeypatch.setattr(bench, "nanogpt_times", lambda *_: [60] + 50 * [7] + 100 * [0.1])
+    assert bench.our_speed([], "") == pytest.approx(7680) == bench.their_speed("", "", False)
 
 
 @pytest.mark.parametrize("words, message", [(["nothing"], "there is no part 'nothing'"),

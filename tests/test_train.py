@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -547,6 +548,18 @@ def test_clipping_bounds_the_gradient_that_the_optimizer_sees(char_data, tmp_pat
         math.sqrt(sum(p.grad.square().sum().item() for p in run.model.parameters()))) or step(optimizer))
     _, norm = one_step(run, cfg, grad_clip=0.01)
     assert norm > 0.01 and seen[0] == pytest.approx(0.01, rel=1e-3), "unscaled first, then clipped"
+
+
+@pytest.mark.parametrize("grad_clip", [0.0, 1e-3, 1e3])
+def test_a_gradient_is_clipped_as_pytorch_does_it(char_data, tmp_path, grad_clip):
+    run, _ = make_run(char_data, tmp_path)
+    Objective(run.model)(*torch.randint(8, (2, 4, 8)))[0].backward()
+    ours, theirs = list(run.model.parameters()), list(deepcopy(run.model).parameters())
+    for p, q in zip(ours, theirs, strict=True):
+        q.grad = p.grad.clone()
+    norm = train.clip(run, grad_clip)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(theirs, grad_clip or math.inf)) and norm > 1e-3
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(ours, theirs, strict=True))
 
 
 def test_float16_skips_an_update_that_overflows_and_goes_on(char_data, tmp_path, capsys):
