@@ -20,6 +20,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -302,14 +303,15 @@ def steps_part(options):
 
 
 def our_speed(words, folder):
-    """Tokens per second of train.py, from step 50 to step 150."""
-    records, _ = trained([*words, "--max_iters=150"], folder)
-    spent = {record["step"]: record["seconds"] for record in records if "seconds" in record}
-    return 100 * 12 * 64 / (spent[150] - spent[50])
+    """Tokens per second of train.py behind the warm-up: the median of what it logs every ten steps."""
+    records, _ = trained([*words, "--max_iters=200", "--log_interval=10"], folder)
+    return statistics.median(record["tokens_per_s"] for record in records
+                             if "tokens_per_s" in record and record["step"] > 100)
 
 
 def their_speed(path, text, compiled):
-    return 100 * 12 * 64 / sum(nanogpt_times(path, text, 150, compiled)[51:])
+    times = nanogpt_times(path, text, 200, compiled)
+    return statistics.median(10 * 12 * 64 / sum(times[i:i + 10]) for i in range(101, 201, 10))
 
 
 STEP = """
@@ -375,15 +377,19 @@ def train_words(words, folder):
 
 
 def nanogpt_times(path, text, steps, compiled=False):
-    """Train nanoGPT's CPU recipe on a text; returns each step's seconds, the first with an evaluation."""
-    data = Path(path, "data/shakespeare_char")
-    (data / "input.txt").write_text(text, encoding="utf-8")
-    subprocess.run([sys.executable, "prepare.py"], cwd=data, check=True, capture_output=True)
+    """Train nanoGPT's CPU recipe on a text, in a copy of the checkout; returns the seconds of each step, the
+    first with an evaluation."""
     words = (f"config/train_shakespeare_char.py --device=cpu --compile={compiled} --eval_iters=1 "
              "--log_interval=1 --eval_interval=100000 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 "
              f"--n_embd=128 --max_iters={steps} --lr_decay_iters=2000 --dropout=0.0").split()
-    end = subprocess.run([sys.executable, "train.py", *words], cwd=path, check=True, capture_output=True,
-                         text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copytree(path, Path(folder, "nanoGPT"),
+                               ignore=shutil.ignore_patterns(".git", "out*", "*.bin", "input.txt"))
+        data = copy / "data/shakespeare_char"
+        (data / "input.txt").write_text(text, encoding="utf-8")
+        subprocess.run([sys.executable, "prepare.py"], cwd=data, check=True, capture_output=True)
+        end = subprocess.run([sys.executable, "train.py", *words], cwd=copy, check=True, capture_output=True,
+                             text=True)
     return [float(ms) / 1000 for ms in re.findall(r"iter \d+: loss .*, time ([\d.]+)ms", end.stdout)]
 
 
