@@ -415,12 +415,12 @@ class Run:
     def file(self, role, cfg, dtype=None, i=0):
         """A file of the data set as an array, for batch i. It is opened anew every hundred batches: an open
         map collects all pages ever read."""
-        if (role, i // 100) not in self.maps:
-            path = data_path(cfg.data_dir, self.meta, role)
-            ids = np.asarray(np.memmap(path, dtype or self.meta["dtype"], mode="r"))  # its slices are cheaper
-            same_age = {key: ids for key, ids in self.maps.items() if key[1] == i // 100}
-            self.maps = same_age | {(role, i // 100): ids}
-        return self.maps[role, i // 100]
+        age = i // 100
+        if (role, age) not in self.maps:
+            ids = np.memmap(data_path(cfg.data_dir, self.meta, role), dtype or self.meta["dtype"], mode="r")
+            self.maps = {key: array for key, array in self.maps.items() if key[1] == age}
+            self.maps[role, age] = np.asarray(ids)  # whose slices are cheaper than a memmap's
+        return self.maps[role, age]
 
     def train_batch(self, i, cfg):
         """Micro-batch i, on the host: x and y, (B, T) each."""

@@ -42,7 +42,6 @@ from model import GPT, GPTConfig  # noqa: E402
 GPT2 = tomllib.loads((ROOT / "config/gpt2.toml").read_text(encoding="utf-8"))
 CHAR_6X384 = dict(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65)
 GPT2_124M = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257)
-CPU_4X128 = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65)
 NANOGPT_LOSS = 1.898  # nats per character on the whole validation split, where nanoGPT's CPU recipe ends
 PRESETS = {  # text, tokenizer and settings of what a CPU trains in minutes
     "the default": ("the plays", "bpe", []),
@@ -384,7 +383,7 @@ def nanogpt_times(path, text, steps, compiled=False):
              f"--n_embd=128 --max_iters={steps} --lr_decay_iters=2000 --dropout=0.0").split()
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copytree(path, Path(folder, "nanoGPT"),
-                               ignore=shutil.ignore_patterns(".git", "out*", "*.bin", "input.txt"))
+                               ignore=shutil.ignore_patterns(".*", "venv", "out*", "*.bin", "input.txt"))
         data = copy / "data/shakespeare_char"
         (data / "input.txt").write_text(text, encoding="utf-8")
         subprocess.run([sys.executable, "prepare.py"], cwd=data, check=True, capture_output=True)
